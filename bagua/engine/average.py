@@ -28,7 +28,6 @@ class GlobalAverage:
     Args:
         reducer: reducer of the model.
         buffers: average float16, float32 and float64 buffers, too.
-        keep: the weights of this rank, for ``restore``.
         beyond: exchanges that make the means, where others than the ranks of the group take part; none otherwise.
 
     Attributes:
@@ -36,7 +35,7 @@ class GlobalAverage:
             also ``float(average)``.
     """
 
-    def __init__(self, reducer: Reducer, *, buffers: bool, keep: bool = True, beyond: Sequence[Exchange] = ()) -> None:
+    def __init__(self, reducer: Reducer, *, buffers: bool, beyond: Sequence[Exchange] = ()) -> None:
         self._reducer = reducer
         self._step = reducer.step
         reducer.formation.failure.check()
@@ -48,13 +47,6 @@ class GlobalAverage:
         self._others = self._means_beyond(beyond) if beyond else self._means()
         self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
         self._swap()
-        if not keep:
-            self._others = []
-
-    @property
-    def can_restore(self) -> bool:
-        """Whether ``restore`` has something to do."""
-        return bool(self._others)
 
     @torch.no_grad()
     def _means(self) -> list[torch.Tensor]:

@@ -126,7 +126,7 @@ def through_decentralized(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     wrapped = DecentralizedDataParallel(model, make, topology="one-peer-exp")
     idle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    return Prepared(wrapped, idle, pause=wrapped.communication_state_dict)  # which leaves no exchange under way
+    return Prepared(wrapped, idle, pause=wrapped.bagua_state_dict)  # which leaves no exchange under way
 
 
 def one_like(

@@ -71,7 +71,6 @@ class Simulation:
         optim_fn: as for the wrapper.
         lr_scheduler_fn: as for the wrapper.
         clip: as ``grad_clip_norm``.
-        clip_model: over the model instead of over a bucket.
         scaled: each rank has a ``GradScaler``.
     """
 
@@ -83,7 +82,6 @@ class Simulation:
         optim_fn: Callable[..., torch.optim.Optimizer] = momentum,
         lr_scheduler_fn: Callable[..., Any] | None = None,
         clip: float = 0.0,
-        clip_model: bool = False,
         scaled: bool = False,
     ) -> None:
         self.models = [copy.deepcopy(mlp(0)) for _ in range(size)]
@@ -97,7 +95,7 @@ class Simulation:
             [lr_scheduler_fn(optimizer) for optimizer in optimizers] if lr_scheduler_fn else []
             for optimizers in self.optimizers
         ]
-        self.clip, self.clip_model = clip, clip_model
+        self.clip = clip
         self.scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(size)]
         self.scaled = scaled
         self.steps_taken = 0
@@ -127,8 +125,7 @@ class Simulation:
         if self.clip:
             for optimizer in optimizers if self.scaled else ():
                 scaler.unscale_(optimizer)
-            groups = [[name for bucket in self.layout for name in bucket]] if self.clip_model else self.layout
-            for names in groups:
+            for names in self.layout:
                 nn.utils.clip_grad_norm_([named[name] for name in names], self.clip)
         for optimizer in optimizers:
             if self.scaled:

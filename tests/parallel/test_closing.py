@@ -398,7 +398,7 @@ def test_a_decentralized_model_can_be_closed(thread_ranks):
         train_decentralized(model, range(3, 5))
         assert_same_on_all_ranks([before, snapshot(model)])  # Who steps it now is up to the caller.
         assert len(model.bagua_optimizers) == len(model.bagua_buckets)
-        model.communication_state_dict()
+        model.bagua_state_dict()
 
     thread_ranks(3, train)
 

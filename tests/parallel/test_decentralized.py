@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 
 import bagua.comm
 from bagua import topology
-from bagua.topology import Edge
 from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, snapshot
 from tests.parallel.decentralized_simulation import OPTIMIZERS, Simulation, halving, momentum, train, wrap
 
@@ -70,35 +70,22 @@ def test_the_size_of_hosts_can_be_given(thread_ranks):
     assert_equals_simulation([states for states, _ in results], Simulation(4, results[0][1], matrices))
 
 
-def uneven_edges(size, number, nodes):
-    """Edges of three with a weight that is no mean, and for each rank a rest now and then."""
-    resting = number % size
-    others = [rank for rank in range(size) if rank != resting]
-    return [Edge((resting,), 1.0), Edge(tuple(others), 0.5)]
-
-
-def one_way(size, number, nodes):
-    """A matrix that is not symmetric: each takes from its left neighbour only."""
-    return (torch.eye(size, dtype=torch.float64) + torch.eye(size, dtype=torch.float64).roll(1, 0)) / 2
-
-
 @pytest.mark.parametrize(
     "which",
     [
         topology.Ring(),
-        topology.Star(),
-        topology.RandomMatching(seed=3),
+        STAR,
+        DRAWN_PAIRS,
         topology.Hierarchical(topology.Ring()),
-        uneven_edges,
-        one_way,
+        UNEVEN_EDGES,
+        ONE_WAY,
     ],
-    ids=lambda which: getattr(which, "__name__", str(which)),
+    ids=str,
 )
 @pytest.mark.parametrize("as_view", [True, False])
-def test_graphs_matchings_and_functions(thread_ranks, which, as_view):
-    one = which if isinstance(which, topology.Topology) else topology.FunctionTopology(which)
+def test_graphs_and_matchings(thread_ranks, which, as_view):
     results = thread_ranks(4, trained, {"topology": which, "param_as_bucket_view": as_view}, hosts=[1, 3])
-    simulation = Simulation(4, results[0][1], lambda number: one.matrix(4, number, [0, 1, 1, 1]))
+    simulation = Simulation(4, results[0][1], lambda number: which.matrix(4, number, [0, 1, 1, 1]))
     assert_equals_simulation([states for states, _ in results], simulation)
 
 
@@ -109,18 +96,15 @@ def test_weights_need_not_be_views(thread_ranks, name):
     assert_equals_simulation([states for states, _ in results], simulation)
 
 
-@pytest.mark.parametrize("scope", ["bucket", "model"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_clipping(thread_ranks, scope, scaled):
+def test_clipping(thread_ranks, scaled):
     def train_clipped():
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaled else None
-        model = wrap(topology="ring", scaler=scaler, grad_clip_norm=0.3, grad_clip_scope=scope)
+        model = wrap(topology="ring", scaler=scaler, grad_clip_norm=0.3)
         return train(model, range(STEPS), scaler), layout_of(model)
 
     results = thread_ranks(2, train_clipped)
-    simulation = Simulation(
-        2, results[0][1], matrices_of("ring", 2), clip=0.3, clip_model=scope == "model", scaled=scaled
-    )
+    simulation = Simulation(2, results[0][1], matrices_of("ring", 2), clip=0.3, scaled=scaled)
     assert_equals_simulation([states for states, _ in results], simulation)
 
 

@@ -1,4 +1,4 @@
-"""What the documentation of ``DecentralizedDataParallel`` says of hosts, of the order of rounds, and of its start."""
+"""What the documentation of ``DecentralizedDataParallel`` says of hosts, of accumulation, and of its start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import bagua.comm
 from bagua import env
 from bagua.errors import CollectiveMismatchError
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.parallel.decentralized.rounds import RankRounds, nodes_for, resolve_topology
+from bagua.parallel.decentralized.rounds import nodes_for
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from tests.harness import loss_of, mlp, snapshot
@@ -21,7 +21,6 @@ from tests.parallel.decentralized_simulation import plain_sgd, wrap
     ("said", "asked", "expected"),
     [
         ([2, 2, 2, 2], None, (0, 0, 1, 1)),
-        ([2, 2, 2, 2], "hosts", (0, 0, 0, 1)),
         ([2, 2, 2, 2], 1, (0, 1, 2, 3)),
         ([None] * 4, None, (0, 0, 0, 1)),
         ([3, 3, 3, 1], None, (0, 0, 0, 1)),
@@ -34,15 +33,6 @@ def test_hosts_are_those_of_the_launcher(thread_ranks, monkeypatch, said, asked,
     monkeypatch.setattr(env, "get_local_world_size", lambda: said[this_rank.get().rank])
     found = thread_ranks(4, lambda: nodes_for(bagua.comm.get_default_group(), asked), hosts=[3, 1])
     assert found == [expected] * 4
-
-
-def test_rounds_in_the_order_of_decent_dp():
-    in_turn, as_there = (
-        [RankRounds(resolve_topology("ring"), 4, 0, (0,) * 4, order).at(number).destinations for number in range(1, 5)]
-        for order in ("in turn", "decent-dp")
-    )
-    assert in_turn == [(1,), (3,), (1,), (3,)]
-    assert as_there == [(3,), (3,), (1,), (3,)]
 
 
 @pytest.mark.threads

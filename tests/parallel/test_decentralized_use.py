@@ -8,12 +8,13 @@ import itertools
 
 import pytest
 import torch
+from tests.topologies import UNEVEN_EDGES
 from torch import nn
 
 import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.topology import Edge, Round
+from bagua.topology import Edge
 from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
@@ -132,7 +133,7 @@ def test_a_run_goes_on_bit_by_bit(thread_ranks, topology, size, as_view):
         parts = [
             ("load_state_dict", _saved(model.state_dict())),
             ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
-            ("load_communication_state_dict", _saved(model.communication_state_dict())),
+            ("load_bagua_state_dict", _saved(model.bagua_state_dict())),
         ]
         expected = train(model, range(3, 6))
         for order in itertools.permutations(parts):
@@ -180,7 +181,7 @@ def test_state_of_other_parameters_or_another_topology_is_refused(thread_ranks):
         with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
             model.load_optimizer_state_dict(state)
         with pytest.raises(ConfigurationError, match="another topology"):
-            wrap(topology="complete").load_communication_state_dict(model.communication_state_dict())
+            wrap(topology="complete").load_bagua_state_dict(model.bagua_state_dict())
 
     thread_ranks(3, run)
 
@@ -323,14 +324,7 @@ class Looks(torch.optim.SGD):
         )
 
 
-def in_threes(size: int, number: int, nodes: tuple[int, ...]) -> Round:
-    """Three mix with a weight that is no mean; the fourth rests."""
-    resting = number % size
-    others = tuple(rank for rank in range(size) if rank != resting)
-    return Round.from_edges(size, [Edge(others, 0.5), Edge((resting,), 1.0)])
-
-
-@pytest.mark.parametrize("which", ["ring", "complete", in_threes], ids=["ring", "complete", "in_threes"])
+@pytest.mark.parametrize("which", ["ring", "complete", UNEVEN_EDGES], ids=str)
 def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
     def run():
         def looks(named) -> Looks:

@@ -76,7 +76,7 @@ def decentralized(**given):
         (reducer, ["hierarchical_reduce", "decentralize_reduce", "chunking", "fusion", "delay_reduce"]),
         (data_parallel, ["init_sync", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"]),
         (data_parallel, ["broadcast_buffers", "forward_sync_buffers", "check_reduction"]),
-        (decentralized, ["param_as_bucket_view", "sync_buffer_in_global_avg", "find_unused_parameters", "init_sync"]),
+        (decentralized, ["param_as_bucket_view", "sync_buffer_in_global_avg", "find_unused_parameters"]),
     ],
 )
 @pytest.mark.parametrize("wrong", ["no", 1])
@@ -133,7 +133,6 @@ def test_flags(make, flags, wrong):
         (decentralized, "scaler", 3),
         (decentralized, "grad_clip_norm", "x"),
         (decentralized, "grad_clip_norm", float("nan")),
-        (decentralized, "grad_clip_scope", "x"),
         (decentralized, "bucket_size_in_mb", "x"),
         (decentralized, "bucket_size_in_mb", 0),
         (decentralized, "process_group", 3),

@@ -12,10 +12,10 @@ from bagua.algorithms import Algorithm, Every, Exchange, Flight, How, Model, Par
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, Work
 from bagua.engine import compare
-from bagua.parallel.decentralized.rounds import RankRounds, RoundOrder
+from bagua.parallel.decentralized.rounds import RankRounds
 from bagua.parallel.decentralized.stepping import Stepping
 from bagua.primitives import neighbour_average
-from bagua.topology import Edge, FunctionTopology, Neighbours, Topology
+from bagua.topology import Edge, Neighbours, Topology
 
 
 def mixing_a_step_late(mix: RoundMix, stepping: Stepping) -> Algorithm:
@@ -87,12 +87,10 @@ class RoundMix(How):
     Args:
         topology: who mixes with whom.
         nodes: index of the host of each rank.
-        order: order of the rounds; see ``DecentralizedDataParallel``.
     """
 
     topology: Topology
     nodes: tuple[int, ...]
-    order: RoundOrder = "in turn"
 
     @property
     def uniform(self) -> bool:
@@ -105,7 +103,7 @@ class RoundMix(How):
 
     def rounds(self, group: ProcessGroup) -> RankRounds:
         """The rounds as this rank sees them, without connections."""
-        return RankRounds(self.topology, group.size, group.rank, self.nodes, self.order)
+        return RankRounds(self.topology, group.size, group.rank, self.nodes)
 
     def prepare(self, group: ProcessGroup) -> RankRounds:
         """The rounds, compared between ranks, and the connections of large edges. Collective."""
@@ -135,10 +133,7 @@ class RoundMix(How):
         return neighbour_average(flight.flat, mixing, group.global_communicator, flight.scratch, async_op=True)
 
     def __repr__(self) -> str:
-        # Not all of the topology: a function prints as another address on each rank.
-        function = isinstance(self.topology, FunctionTopology)
-        topology = type(self.topology).__name__ if function else repr(self.topology)
-        return f"RoundMix({topology}, {self.nodes}, {self.order!r})"
+        return f"RoundMix({self.topology!r}, {self.nodes})"
 
 
 @dataclass(frozen=True)
@@ -159,22 +154,20 @@ class MixIn(Then):
         hook = self.stepping.pre_average_hook(bucket)
         if hook is None and not neighbours.sources:
             return
-        received, edge, factor = flight.flat, neighbours.edge, self.stepping.mixing_factor
+        received, edge = flight.flat, neighbours.edge
         weights = bucket.read_weights(flight.scratch("flat")) if bucket.weights is None else bucket.weights
         if hook is not None and edge is not None:
             _make_sum(rounds, received, weights, neighbours)
             for parameter, view in zip(bucket.parameters, flight.views(received), strict=True):
                 parameter.comm_buffer = view  # type: ignore[attr-defined]
             hook(edge, edge.weight)
-            _add_kept(received, weights, edge, factor)
+            _add_kept(received, weights, edge)
         elif _is_pair(neighbours):
-            weights.lerp_(received, factor * (1.0 - neighbours.own_weight))
+            weights.lerp_(received, 1.0 - neighbours.own_weight)
         elif edge is not None and rounds.communicator(neighbours) is not None:
-            _add_kept(received, weights, edge, factor)
-        elif factor == 1.0:
-            weights.copy_(received)
+            _add_kept(received, weights, edge)
         else:
-            weights.lerp_(received, factor)
+            weights.copy_(received)
         if bucket.weights is None:
             bucket.write_weights(weights)
 
@@ -197,10 +190,10 @@ def _is_pair(neighbours: Neighbours) -> bool:
     return neighbours.edge is not None and len(neighbours.edge.ranks) == 2
 
 
-def _add_kept(total: torch.Tensor, weights: torch.Tensor, edge: Edge, factor: float) -> None:
-    """Go from ``weights`` by ``factor`` to their mix with ``total``, the weighted sum over all ranks of ``edge``."""
-    kept = 1.0 - factor + factor * (edge.weight - edge.other_weight)
+def _add_kept(total: torch.Tensor, weights: torch.Tensor, edge: Edge) -> None:
+    """Mix ``weights`` with ``total``, the weighted sum over all ranks of ``edge``."""
+    kept = edge.weight - edge.other_weight
     if abs(kept) < 1e-12:  # the mean: what comes from this rank is in the sum already
         weights.copy_(total)
     else:
-        torch.add(total if factor == 1.0 else total * factor, weights, alpha=kept, out=weights)
+        torch.add(total, weights, alpha=kept, out=weights)

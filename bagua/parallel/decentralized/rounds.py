@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from bagua import env
-from bagua.checks import check_choice, wrong_type
 from bagua.comm import Communicator, ProcessGroup, get_world_size
 from bagua.errors import ConfigurationError
 from bagua.topology import (
     AlternatingRing,
-    FunctionTopology,
     Neighbours,
     Round,
     Topology,
@@ -20,15 +17,11 @@ from bagua.topology import (
     ranks_by_node,
 )
 
-#: A registered name, a topology, or a function of ``(size, round, nodes)``; see ``FunctionTopology``.
-TopologyLike = str | Topology | Callable[..., object]
-RoundOrder = Literal["in turn", "decent-dp"]
-
 #: So many rounds are compared between ranks, and looked at to see what kind they are.
 _FIRST_ROUNDS = 16
 
 
-def resolve_topology(topology: TopologyLike) -> Topology:
+def resolve_topology(topology: str | Topology) -> Topology:
     """The topology that the documented argument means: its ``ring`` is the one whose ranks meet in pairs.
 
     Raises:
@@ -38,13 +31,8 @@ def resolve_topology(topology: TopologyLike) -> Topology:
         >>> resolve_topology("ring"), resolve_topology("one-peer-exp")
         (AlternatingRing(), OnePeerExponential())
     """
-    if isinstance(topology, Topology):
-        return topology
-    if isinstance(topology, str):
-        return AlternatingRing() if topology.strip().lower() == "ring" else create(topology)
-    if callable(topology):
-        return FunctionTopology(topology)  # type: ignore[arg-type]
-    raise wrong_type("topology", "a name, a Topology, or a function of (size, round, nodes)", topology)
+    means_pairs = isinstance(topology, str) and topology.strip().lower() == "ring"
+    return AlternatingRing() if means_pairs else create(topology)
 
 
 def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
@@ -52,8 +40,8 @@ def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
 
     Args:
         group: the ranks.
-        local_world_size: a number; None for that of the launcher, if all ranks of the world have the same;
-            ``"hosts"`` for what was found.
+        local_world_size: a number; None for that of the launcher, if all ranks of the world have the same, and
+            otherwise for what was found.
 
     Raises:
         ConfigurationError: the ranks cannot be dealt out to such hosts.
@@ -61,26 +49,26 @@ def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
     launchers = _launchers(group)  # On all ranks, also on those that were given another argument than others.
     if local_world_size is None:
         local_world_size = launchers
-    if local_world_size == "hosts":
+    if local_world_size is None:
         return tuple(group.nodes)
     if type(local_world_size) is not int or local_world_size < 1 or group.size % local_world_size:
         raise ConfigurationError(
             "ranks cannot be dealt out to hosts like this",
             argument="_local_world_size",
-            expected=f"a divisor of {group.size}, None, or 'hosts'",
+            expected=f"a divisor of {group.size}, or None",
             seen=repr(local_world_size),
         )
     return tuple(rank // local_world_size for rank in range(group.size))
 
 
-def _launchers(group: ProcessGroup) -> int | Literal["hosts"]:
+def _launchers(group: ProcessGroup) -> int | None:
     """Ranks on each host as the launcher says, if it says so on all ranks of the world alike."""
     if group.size == 1:
-        return "hosts"
+        return None
     said = set(group.global_communicator.allgather_object(env.get_local_world_size()))
     count = said.pop()
     if said or not count or group.size % count or group.size != get_world_size():
-        return "hosts"
+        return None
     whole: int = count
     return whole
 
@@ -93,7 +81,6 @@ class RankRounds:
         size: number of ranks.
         rank: this one.
         nodes: index of the host of each rank.
-        order: order of the rounds: in turn, or round 2, then 4, 5, 6 and so on.
 
     Attributes:
         topology: as given.
@@ -104,15 +91,11 @@ class RankRounds:
             their mean.
     """
 
-    def __init__(
-        self, topology: Topology, size: int, rank: int, nodes: Sequence[int], order: RoundOrder = "in turn"
-    ) -> None:
-        check_choice(("in turn", "decent-dp"), round_order=order)
+    def __init__(self, topology: Topology, size: int, rank: int, nodes: Sequence[int]) -> None:
         topology.check(size, nodes, rounds=_FIRST_ROUNDS)
         self.topology = topology
         self._size = size
         self._rank = rank
-        self._order = order
         self._nodes = tuple(nodes)
         self._period = topology.period(size, nodes)
         self._known: dict[int, tuple[Round, Neighbours]] = {}
@@ -131,16 +114,11 @@ class RankRounds:
 
     def at(self, number: int) -> Neighbours:
         """What this rank does in the mix ``number``, counted from 1."""
-        return self._look_up(self._in_order(number))[1]
+        return self._look_up(number)[1]
 
     def round(self, number: int) -> Round:
         """What all ranks do in the mix ``number``, counted from 1."""
-        return self._look_up(self._in_order(number))[0]
-
-    def _in_order(self, number: int) -> int:
-        if self._order == "in turn":
-            return number
-        return 2 if number == 1 else number + 2
+        return self._look_up(number)[0]
 
     def _look_up(self, number: int) -> tuple[Round, Neighbours]:
         key = number if self._period is None else (number - 1) % self._period + 1
@@ -155,11 +133,8 @@ class RankRounds:
     @property
     def facts(self) -> list[str]:
         """The first rounds, in words that are equal on ranks with equal rounds."""
-        described = [f"order {self._order}"]
-        for number in self._first_rounds():
-            one = self._round(number)
-            described.append(f"round {number}: {one.edges if one.edges is not None else one.rows}")
-        return described
+        rounds = [(number, self._round(number)) for number in self._first_rounds()]
+        return [f"round {number}: {one.rows if one.edges is None else one.edges}" for number, one in rounds]
 
     def connect(self, group: ProcessGroup) -> None:
         """Make the communicators of edges of three and more ranks, once for each set of ranks. Collective.
@@ -197,7 +172,4 @@ class RankRounds:
         return None if neighbours.edge is None else self._communicators.get(neighbours.edge.ranks)
 
     def __repr__(self) -> str:
-        # Not all of the topology: a function prints as another address on each rank.
-        name = type(self.topology).__name__ if isinstance(self.topology, FunctionTopology) else repr(self.topology)
-        order = "" if self._order == "in turn" else f", as {self._order} takes rounds"
-        return f"{name} on {self._size} ranks{order}"
+        return f"{self.topology!r} on {self._size} ranks"

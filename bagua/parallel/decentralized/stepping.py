@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.buckets import Bucket
-from bagua.checks import check_choice, check_kind, check_numbers, wrong_type
+from bagua.checks import check_kind, check_numbers, wrong_type
 from bagua.errors import ConfigurationError
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 OptimizerFunction = Callable[[NamedParameters], torch.optim.Optimizer]
 LRSchedulerFunction = Callable[[torch.optim.Optimizer], LRScheduler]
-ClipScope = Literal["bucket", "model"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,7 @@ class Stepping:
         optim_fn: makes an optimizer of the named parameters of a bucket.
         lr_scheduler_fn: makes a schedule for it.
         scaler: scaler of the losses.
-        grad_clip_norm: the largest norm of gradients; 0 does not clip.
-        grad_clip_scope: scope of that norm: one bucket, or the model. The latter needs all gradients before the first
-            step.
-
-    Attributes:
-        mixing_factor: part of the way to the mixed weights that a rank goes; see ``set_adaptive_factor``.
+        grad_clip_norm: the largest norm of the gradients of a bucket; 0 does not clip.
 
     Raises:
         ConfigurationError: an argument that cannot be used.
@@ -54,7 +48,6 @@ class Stepping:
         lr_scheduler_fn: LRSchedulerFunction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         grad_clip_norm: float = 0.0,
-        grad_clip_scope: ClipScope = "bucket",
     ) -> None:
         if not callable(optim_fn):
             raise wrong_type("optim_fn", "a function of a list of (name, parameter)", optim_fn)
@@ -62,15 +55,12 @@ class Stepping:
             raise wrong_type("lr_scheduler_fn", "a function of an optimizer, or None", lr_scheduler_fn)
         check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", scaler=scaler)
         check_numbers(lambda norm: norm >= 0, "a number >= 0", grad_clip_norm=grad_clip_norm)
-        check_choice(("bucket", "model"), grad_clip_scope=grad_clip_scope)
         self._optim_fn = optim_fn
         self._lr_scheduler_fn = lr_scheduler_fn
         self._scaler = scaler
         self._clip_norm = grad_clip_norm
-        self._clip_scope = grad_clip_scope
         self._parts: list[_Part] = []
         self._carried: dict[str, Any] | None = None
-        self.mixing_factor = 1.0
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -116,10 +106,7 @@ class Stepping:
         self._carried = None
         part = self._parts[bucket.index]
         last = bucket.index == len(self._parts) - 1
-        if self._clip_scope == "model" and bucket.index == 0:
-            self._clip(self._parts)
-        elif self._clip_scope == "bucket":
-            self._clip([part])
+        self._clip(part)
         if self._scaler is None:
             part.optimizer.step()
         else:
@@ -130,17 +117,15 @@ class Stepping:
         if part.schedule is not None:
             part.schedule.step()
 
-    def _clip(self, parts: Sequence[_Part]) -> None:
-        parameters = [parameter for part in parts for parameter in part.bucket.parameters]
-        for parameter in parameters:
+    def _clip(self, part: _Part) -> None:
+        for parameter in part.bucket.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if not self._clip_norm:
             return
         if self._scaler is not None:
-            for part in parts:
-                self._scaler.unscale_(part.optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            self._scaler.unscale_(part.optimizer)
+        torch.nn.utils.clip_grad_norm_(part.bucket.parameters, self._clip_norm)
 
     # Checkpoints.
 
@@ -187,7 +172,7 @@ class Stepping:
 
     def __repr__(self) -> str:
         scaled = "" if self._scaler is None else ", scaler"
-        return f"Stepping(grad_clip_norm={self._clip_norm} per {self._clip_scope}{scaled})"
+        return f"Stepping(grad_clip_norm={self._clip_norm}{scaled})"
 
 
 def _restore(part: _Part, saved: Mapping[str, Any]) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from bagua.checks import check_flags, check_numbers
+from bagua.checks import check_flags
 from bagua.comm import Group
 from bagua.engine import FLOAT_BUFFERS, GlobalAverage, begin_training, check_module
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.mixing import RoundMix, mixing_a_step_late
-from bagua.parallel.decentralized.rounds import RoundOrder, TopologyLike, nodes_for, resolve_topology
-from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
+from bagua.parallel.decentralized.rounds import nodes_for, resolve_topology
+from bagua.parallel.decentralized.stepping import LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.topology import Topology
 
 
 class DecentralizedDataParallel(OverlappingWrapper):
@@ -34,7 +35,8 @@ class DecentralizedDataParallel(OverlappingWrapper):
     where the weights :math:`x_j` are those that the others had after step :math:`k - 1`, and
     :math:`w` belongs to round :math:`k - 1` of the topology. So communication has a whole
     forward and backward pass of time. Rounds are counted from 1; nothing is mixed in the
-    first step. On one rank this is plain training.
+    first step, in which all start from rank 0's parameters and buffers. On one rank this is plain
+    training.
 
     Weights must not be changed between steps by anything but ``load_state_dict`` and
     ``global_avg``: they may be on their way to another rank.
@@ -49,8 +51,8 @@ class DecentralizedDataParallel(OverlappingWrapper):
         lr_scheduler_fn: makes the schedule of a bucket from its optimizer; stepped after
             each step of the optimizer.
         topology: ``complete``, ``ring``, ``one-peer-exp``, ``alternating-exp-ring``, another
-            registered name (``ring`` is ``alternating_ring`` there), a
-            ``bagua.topology.Topology``, or a function of (number of ranks, round, hosts).
+            registered name (``ring`` is ``alternating_ring`` there), or a
+            ``bagua.topology.Topology``.
         scaler: the ``GradScaler`` that scales the losses of this rank. It is stepped and
             updated here; a bucket with an Inf skips its update, but is mixed as always.
         grad_clip_norm: the largest norm of the gradients of a bucket; 0 does not clip.
@@ -61,14 +63,10 @@ class DecentralizedDataParallel(OverlappingWrapper):
         bucket_size_in_mb: a bucket is closed when it holds so many MiB.
         _local_world_size: ranks on each host, for topologies that look at hosts; None for
             ``LOCAL_WORLD_SIZE``, and without it, or where it differs between ranks, for what was
-            found out; ``"hosts"`` for what was found out in any case.
+            found out.
         process_group: the ranks; None means all.
-        grad_clip_scope: ``model`` clips by the norm over all buckets. Then no bucket steps
-            before the backward pass is over.
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
-        init_sync: start from rank 0's parameters and buffers.
-        round_order: order of the topology's rounds: ``in turn``, or as ``decent-dp`` takes them: 2, 4, 5, 6, ...
 
     Raises:
         CollectiveMismatchError: the models, options or topologies of the ranks differ.
@@ -101,32 +99,28 @@ class DecentralizedDataParallel(OverlappingWrapper):
         model: torch.nn.Module,
         optim_fn: OptimizerFunction,
         lr_scheduler_fn: LRSchedulerFunction | None = None,
-        topology: TopologyLike = "complete",
+        topology: str | Topology = "complete",
         scaler: torch.amp.GradScaler | None = None,
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool = True,
         sync_buffer_in_global_avg: bool = False,
         bucket_size_in_mb: float = 25,
-        _local_world_size: int | Literal["hosts"] | None = None,
+        _local_world_size: int | None = None,
         *,
         process_group: Group | None = None,
-        grad_clip_scope: ClipScope = "bucket",
         find_unused_parameters: bool = False,
-        init_sync: bool = True,
-        round_order: RoundOrder = "in turn",
     ) -> None:
         check_module(model, "model")
         check_flags(
             param_as_bucket_view=param_as_bucket_view,
             sync_buffer_in_global_avg=sync_buffer_in_global_avg,
             find_unused_parameters=find_unused_parameters,
-            init_sync=init_sync,
         )
         bucket_bytes = bytes_from_megabytes(bucket_size_in_mb=bucket_size_in_mb)
         group = resolve_group(process_group, None)
         nodes = nodes_for(group, _local_world_size)
-        mix = RoundMix(resolve_topology(topology), nodes, round_order)
-        stepping = Stepping(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm, grad_clip_scope)
+        mix = RoundMix(resolve_topology(topology), nodes)
+        stepping = Stepping(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm)
         super().__init__(
             model,
             [],
@@ -135,16 +129,13 @@ class DecentralizedDataParallel(OverlappingWrapper):
             algorithm=mixing_a_step_late(mix, stepping),
             bucket_bytes=bucket_bytes,
             find_unused_parameters=find_unused_parameters,
-            delay_reduce=grad_clip_norm > 0 and grad_clip_scope == "model",
         )
         self._rounds = repr(mix.rounds(group))
         self._stepping = stepping
         self._sync_buffers = sync_buffer_in_global_avg
-        self._average: GlobalAverage | None = None
         try:
             self.reducer.formation.prepare()
-            if init_sync:
-                begin_training(self.reducer, average=False, broadcast_buffers=True)
+            begin_training(self.reducer, average=False, broadcast_buffers=True)
         except BaseException:
             self._engine.remove_hooks()
             self.reducer.close()
@@ -182,65 +173,20 @@ class DecentralizedDataParallel(OverlappingWrapper):
         check_flags(enable=enable)
         self._engine.accumulates = enable
 
-    @overload
-    def global_avg(self, will_revert: bool = True, return_d2c: Literal[False] = False) -> GlobalAverage: ...
-
-    @overload
-    def global_avg(self, will_revert: bool = True, *, return_d2c: Literal[True]) -> float: ...
-
-    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> GlobalAverage | float:
+    def global_avg(self) -> GlobalAverage:
         """Replace the parameters by their mean over all ranks. Collective.
 
-        As a call, the mean stays until ``revert_global_avg()``, if that is called. In a ``with`` statement, which
-        all ranks must leave before they go on training, the weights of each rank come back::
+        As a call, the mean stays. In a ``with`` statement, which all ranks must leave before they go on training, the
+        weights of each rank come back::
 
             with model.global_avg() as average:
                 evaluate(model)
             log(average.distance)
 
-        Args:
-            will_revert: keep the weights of this rank, so that they can come back.
-            return_d2c: return the distance alone.
-
         Returns:
-            An object that knows how far this rank was from the mean; or that distance.
+            An object that knows how far this rank was from the mean.
         """
-        check_flags(will_revert=will_revert, return_d2c=return_d2c)
-        self._average = None  # Its copy of the weights goes before the next one comes.
-        average = GlobalAverage(self.reducer, buffers=self._sync_buffers, keep=will_revert)
-        if will_revert:
-            self._average = average
-        return average.distance if return_d2c else average
-
-    def revert_global_avg(self) -> None:
-        """Give each rank the weights back that it had before the last ``global_avg()``.
-
-        Raises:
-            ConfigurationError: there is nothing to go back to, or the mean was trained on.
-        """
-        average, self._average = self._average, None
-        if average is None or not average.can_restore:
-            raise ConfigurationError(
-                "there are no weights to go back to",
-                argument="revert_global_avg",
-                expected="one global_avg(will_revert=True) before each revert_global_avg()",
-                seen="none",
-            )
-        average.restore()
-
-    def get_lr(self) -> float:
-        """The learning rate of the first bucket; 0 before the first backward pass, which forms the buckets."""
-        optimizers = self._stepping.optimizers
-        return float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
-
-    def set_adaptive_factor(self, factor: float) -> None:
-        """Go only a part of the way to the weights that mixing gives: ``x + factor * (mixed - x)``.
-
-        Args:
-            factor: from 0, each rank alone, to 1, the update rule above. Equal on all ranks, or their mean drifts.
-        """
-        check_numbers(lambda number: 0 <= number <= 1, "a number from 0 to 1", factor=factor)
-        self._stepping.mixing_factor = float(factor)
+        return GlobalAverage(self.reducer, buffers=self._sync_buffers)
 
     # Checkpoints.
 
@@ -248,7 +194,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         """Load the weights of this rank.
 
         What other ranks had sent before belongs to other weights, and is dropped, unless
-        ``load_communication_state_dict`` was called since the last step.
+        ``load_bagua_state_dict`` was called since the last step.
         """
         return super().load_state_dict(*args, **kwargs)
 
@@ -264,16 +210,16 @@ class DecentralizedDataParallel(OverlappingWrapper):
         """
         self._stepping.load_state_dict(state_dict, self.reducer.formation.registration.names)
 
-    def communication_state_dict(self) -> dict[str, Any]:
+    def bagua_state_dict(self) -> dict[str, Any]:
         """The step, the buckets, and what was received and is not mixed yet. Every rank saves its own.
 
         Together with the ``state_dict()``, the ``optimizer_state_dict()`` and the scaler's state
         of the same moment, training goes on exactly as if it had not stopped.
         """
-        return {**self.reducer.state_dict(), "plan": self._rounds, "adaptive_factor": self._stepping.mixing_factor}
+        return {**self.reducer.state_dict(), "plan": self._rounds}
 
-    def load_communication_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``communication_state_dict`` returned on this rank. Collective.
+    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``bagua_state_dict`` returned on this rank. Collective.
 
         Raises:
             ConfigurationError: it was saved by another rank, or with another topology or number of ranks.
@@ -289,8 +235,3 @@ class DecentralizedDataParallel(OverlappingWrapper):
                 advice="Load the weights and the optimizers only, after averaging or from one rank.",
             )
         self.reducer.load_state_dict(state_dict)
-        self._stepping.mixing_factor = state_dict.get("adaptive_factor", 1.0)
-
-    # Under the names that they have on other models.
-    bagua_state_dict = communication_state_dict
-    load_bagua_state_dict = load_communication_state_dict
