@@ -1,4 +1,4 @@
-"""Topologies that only tests need: of functions and matrices, with neighbours that differ, and edges that are no means."""
+"""Topologies that only tests need: of functions and matrices, with edges that are no means."""
 
 from __future__ import annotations
 
