@@ -7,8 +7,10 @@ and then says for whom.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from bagua.primitives import has_two_levels
 POWERS = range(10, 32)
 #: Settings that score at most so much below the best are measured again, until each has so many samples.
 MARGIN, SAMPLES = 0.1, 3
+_log = logging.getLogger("bagua.autotune")
 
 
 class Sweep:
@@ -82,7 +85,8 @@ class Autotuner:
         self._scores: list[float] = []
         self._asked = 0
         self._sweep: Sweep | None = None  # on rank 0 only
-        self._measured: list[Bucket] | None = None
+        #: Of the buckets that are measured the first; old buckets of a large model must not stay in memory.
+        self._measured: weakref.ref[Bucket] | None = None
         self._final = False
 
     def report(self, scores: Sequence[float]) -> None:
@@ -117,9 +121,11 @@ class Autotuner:
             CollectiveTimeoutError: not all ranks ask.
         """
         reducer, group = self._reducer, self._reducer.group
-        fresh = self._measured is not reducer.buckets
         apart = reducer.algorithm.plane is not None  # Ranks that are not in the same step cannot agree on one.
-        if group.size == 1 or apart or not reducer.buckets or (self._final and not fresh):
+        if group.size == 1 or apart or not reducer.buckets:
+            return False
+        fresh = self._measured is None or self._measured() is not reducer.buckets[0]
+        if self._final and not fresh:
             return False
         score = statistics.median(self._scores) if self._scores else None
         self._asked += 1
@@ -146,6 +152,8 @@ class Autotuner:
             self._sweep.samples[setting].append(statistics.fmean(scores))
             following = self._sweep.following()
             setting, final = following or self._sweep.best, following is None
+            if final:
+                _log.info("chose %s after %d samples", setting, sum(map(len, self._sweep.samples.values())))
         return {"posts": posts, "setting": list(setting), "final": final}
 
     def _apply(self, setting: Setting, *, fresh: bool, final: bool) -> bool:
@@ -157,7 +165,7 @@ class Autotuner:
             except BaseException as error:
                 reducer.give_up(error)
                 raise
-        self._measured, self._final = reducer.buckets, final
+        self._measured, self._final = weakref.ref(reducer.buckets[0]), final
         return changed
 
 

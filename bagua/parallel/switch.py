@@ -164,8 +164,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         """Note measured speeds of the setting in force, for ``ask_and_update_hyperparameters``.
 
         Args:
-            score_record_list: samples per second, or any score where more is better; since
-                the last call. The median of all that was reported for a setting counts.
+            score_record_list: samples per second, or any score where more is better, since the last call. The median
+                of all that was reported since the last question counts.
 
         Raises:
             ConfigurationError: one of them is not a finite number.
@@ -177,14 +177,14 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         """Apply the setting that tuning tries next: a bucket size, and hierarchical or flat. Collective.
 
         Called on all ranks after the same step, between the optimizer's step and the next
-        forward pass. Each call is a sample of the setting in force. It changes nothing after the final choice.
+        forward pass. The first call only begins; each later one is a sample of the setting in force. It changes
+        nothing after the final choice, which rank 0 logs.
 
         Returns:
             Whether anything was changed.
 
         Raises:
-            ConfigurationError: on all ranks, if some rank has reported nothing since a
-                setting was tried.
+            ConfigurationError: on all ranks, if some rank has reported nothing since it last asked.
             CollectiveMismatchError: on all ranks, if they ask at different steps.
             CollectiveTimeoutError: not all ranks ask.
         """

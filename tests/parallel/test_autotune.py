@@ -60,8 +60,9 @@ def tune_by_hand(wrapped, optimizer, steps, score=score_of) -> list[Setting]:
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
-def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, hosts):
+def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, caplog, hosts):
     ranks = sum(hosts)
+    caplog.set_level("INFO", logger="bagua.autotune")
 
     def train():
         model = mlp()
@@ -78,6 +79,8 @@ def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, ho
     assert {setting.bucket_bytes for setting in settings} == set(SIZES)
     assert {setting.hierarchical for setting in settings} == {False, True} if several_levels else {False}
     assert settings[-5:] == [Setting(1024, several_levels)] * 5
+    (told,) = [record.message for record in caplog.records if record.name == "bagua.autotune"]
+    assert told.startswith(f"chose {Setting(1024, several_levels)} after "), "rank 0 says it, once"
     assert_same_on_all_ranks([state for _, state in results])
     assert_close(results[0][1], reference(mlp(), adam, ranks, range(30)))
 
@@ -217,6 +220,8 @@ def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
         model = mlp()
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        wrapped.report_metrics([1.0])
+        assert wrapped.ask_and_update_hyperparameters() is False, "it only begins"
         before = [weakref.ref(bucket) for bucket in wrapped.bagua_buckets]
         wrapped._bagua_engine.reducer.formation.recut(Setting(2048))
         return [bucket() is None for bucket in before]
