@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 
 import bagua.comm
 from bagua import topology
 from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, snapshot
 from tests.parallel.decentralized_simulation import OPTIMIZERS, Simulation, halving, momentum, train, wrap
+from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 
 pytestmark = pytest.mark.threads
 STEPS = 7

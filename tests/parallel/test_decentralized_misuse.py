@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.topologies import Made
 from torch import nn
 
 import bagua.comm
@@ -18,6 +17,7 @@ from bagua.errors import (
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from tests.harness import loss_of, mlp
 from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
+from tests.topologies import Made
 
 pytestmark = pytest.mark.threads
 

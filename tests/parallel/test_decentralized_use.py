@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from tests.topologies import UNEVEN_EDGES
 from torch import nn
 
 import bagua.comm
@@ -18,6 +17,7 @@ from bagua.topology import Edge
 from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
+from tests.topologies import UNEVEN_EDGES
 
 pytestmark = pytest.mark.threads
 
