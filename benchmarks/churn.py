@@ -1,15 +1,15 @@
 """What islands that are killed, stopped and cut off lose, after equally many contributions that counted.
 
 ``python -m benchmarks.churn`` trains the same model between the same islands twice with DiLoCo, under a schedule of
-``bagua chaos`` and undisturbed, and compares the loss of the shared weights on samples that nobody trains on. Prints
-the ratio after a quarter, a half, three quarters and all of the contributions; it may be 1.02. Partitions need root.
+``benchmarks.chaos`` and undisturbed, and compares the loss of the shared weights on samples that nobody trains on.
+Prints the ratio after a quarter, a half, three quarters and all of the contributions; it may be 1.02. Partitions need
+root.
 """
 
 import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import bagua.torch_api as bagua
+from benchmarks import chaos
 
 WIDTH, SYNC_EVERY, BATCH = 32, 10, 16
 #: Outer steps whose mean loss is compared: a single one depends on its samples.
@@ -79,16 +80,11 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return found
 
 
-def run(arguments: argparse.Namespace, faults: str) -> list[tuple[int, float]]:
+def run(arguments: argparse.Namespace, **options: Any) -> list[tuple[int, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        chaos = ["--members", str(arguments.members), "--faults", faults, "--mix", arguments.mix]
-        chaos += ["--minutes", str(arguments.minutes), "--seed", str(arguments.seed), "--quiet"]
         one = [f"--island={folder}", f"--members={arguments.members}", f"--pause={arguments.pause}"]
-        command = ["bagua", "chaos", *chaos, "--", sys.executable, "-m", "benchmarks.churn", *one]
-        ended = subprocess.run([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            raise SystemExit(ended.stderr)
-        print(ended.stderr[ended.stderr.index("seed ") :], flush=True)
+        if not chaos.play([sys.executable, "-m", "benchmarks.churn", *one], **options):
+            raise SystemExit(1)
         return losses(Path(folder))
 
 
@@ -99,19 +95,15 @@ def near(found: list[tuple[int, float]], contributions: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--members", type=int, default=4)
-    parser.add_argument("--faults", default="180/h")
-    parser.add_argument("--mix", default="kill:28,stop:8,partition:9")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of each of the two runs")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = chaos.make_parser(__doc__, faults=180, mix="kill:28,stop:8,partition:9", minutes=4.0)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds of sleep in each inner step")
     parser.add_argument("--island", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.island:
         island(arguments.island, arguments)
         return
-    churn, undisturbed = run(arguments, arguments.faults), run(arguments, "0/h")
+    options = {name: value for name, value in vars(arguments).items() if name not in {"pause", "island"}}
+    churn, undisturbed = run(arguments, **options), run(arguments, **options | {"faults": 0})
     last, ratio = min(churn[-1][0], undisturbed[-1][0]), 0.0
     for part in (0.25, 0.5, 0.75, 1.0):
         here, there = near(churn, part * last), near(undisturbed, part * last)

@@ -7,17 +7,15 @@ period of the same islands before. Needs ``etcd``.
 
 import argparse
 import itertools
-import os
 import re
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.chaos import Member, wait_for
 from tests.membership.etcd_servers import ETCD, cluster, leader
 
 ISLANDS, SYNC_EVERY, PAUSE_S = 4, 40, 0.05
@@ -25,24 +23,18 @@ ISLANDS, SYNC_EVERY, PAUSE_S = 4, 40, 0.05
 BEFORE, AFTER = 4, 2
 
 
-class Island:
+class Island(Member):
     """One island, and when it made its outer steps."""
 
     def __init__(self, where: str) -> None:
         options = [f"--size={ISLANDS}", f"--sync-every={SYNC_EVERY}", f"--pause={PAUSE_S}"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.membership.chaos_island", *options],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "BAGUA_ISLANDS": where},
-        )  # fmt: skip
-        self.outer_steps: list[tuple[float, int]] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__([sys.executable, "-m", "tests.membership.chaos_island", *options], {"BAGUA_ISLANDS": where})
+        self.start()
 
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            found = re.search(r"contributed=(\d+)", line)
-            if found:
-                self.outer_steps.append((time.monotonic(), int(found[1])))
+    @property
+    def outer_steps(self) -> list[tuple[float, int]]:
+        found = [(at_s, re.search(r"contributed=(\d+)", line)) for at_s, line in self.lives[-1]]
+        return [(at_s, int(contributed[1])) for at_s, contributed in found if contributed]
 
 
 def play(*, with_leader: bool) -> float:
@@ -51,17 +43,16 @@ def play(*, with_leader: bool) -> float:
         where = "etcd://" + ",".join(f"{host}:{port}" for host, port in servers)
         islands = [Island(where) for _ in range(ISLANDS)]
         try:
-            _wait(lambda: all(len(one.outer_steps) >= BEFORE for one in islands))
+            wait_for(lambda: all(len(one.outer_steps) >= BEFORE for one in islands))
             time.sleep(SYNC_EVERY * PAUSE_S / 2)
-            islands[0].process.kill()
+            islands[0].send(signal.SIGKILL)
             if with_leader:
                 leader(servers, processes).kill()
             made = len(islands[1].outer_steps)
-            _wait(lambda: all(len(one.outer_steps) >= made + AFTER for one in islands[1:]))
+            wait_for(lambda: all(len(one.outer_steps) >= made + AFTER for one in islands[1:]))
         finally:
             for one in islands:
-                one.process.kill()
-                one.process.wait()
+                one.end()
     return max(_lateness(one.outer_steps, made) for one in islands[1:])
 
 
@@ -70,14 +61,6 @@ def _lateness(steps: list[tuple[float, int]], made: int) -> float:
     period = statistics.median(after - before for before, after in itertools.pairwise(times[1:made]))
     assert [contributed for _, contributed in steps[made : made + AFTER]] == [ISLANDS - 1] * AFTER
     return times[made] - times[made - 1] - period
-
-
-def _wait(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 120.0
-    while not condition():
-        if time.monotonic() > until:
-            raise SystemExit("the islands did not come so far in time")
-        time.sleep(0.01)
 
 
 def main() -> None:

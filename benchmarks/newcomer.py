@@ -11,19 +11,20 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import bagua.torch_api as bagua
 from bagua.comm import serve_store_at
+from benchmarks.chaos import Member, wait_for
 
 MEMBERS = 3
 #: Periods that members train before the newcomer is started, and the part of the next one that is over when it joins.
@@ -49,7 +50,9 @@ def train(where: str, arguments: argparse.Namespace, *, late: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
     if late:
-        sys.stdin.readline()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        tell(waits=True)
+        signal.sigwait({signal.SIGUSR1})
     joined = time.monotonic()
     with bagua.join_islands(where, size=MEMBERS, minimum=1, timeout=300.0) as islands:
         model = model.with_bagua(optimizer, algorithm, between=islands)
@@ -67,28 +70,18 @@ def tell(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
-class Listener:
-    """What one island says, as it says it."""
+class Island(Member):
+    """One island, and what it says."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.said: list[dict[str, Any]] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+    def facts(self, last: int = 0) -> list[dict[str, Any]]:
+        """All that it has said, or the last words."""
+        return [json.loads(line) for _, line in self.lives[-1][-last:]]
 
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        self.said.extend(map(json.loads, self.process.stdout))
+    def steps(self, last: int = 0) -> list[dict[str, Any]]:
+        return [one for one in self.facts(last) if "at" in one]
 
-    def steps(self) -> list[dict[str, Any]]:
-        return [one for one in list(self.said) if "at" in one]
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 240.0) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > until:
-            raise SystemExit("the islands did not come so far in time")
-        time.sleep(0.05)
+    def has_made(self, step: int) -> bool:
+        return any(one["step"] >= step for one in self.steps(1))
 
 
 def bandwidth_of_link() -> float:
@@ -123,27 +116,26 @@ def measure(arguments: argparse.Namespace) -> None:
         f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("megabytes", "sync-every", "pause")
     ]
     command = [sys.executable, "-m", "benchmarks.newcomer", f"--where={where}", *options]
-    members = [Listener(command) for _ in range(MEMBERS)]
-    newcomer = Listener([*command, "--late"])
+    members = [Island(command, {}) for _ in range(MEMBERS)]
+    newcomer = Island([*command, "--late"], {})
     try:
+        for one in [*members, newcomer]:
+            one.start()
         starts = int((WARM + PART) * arguments.sync_every)
-        wait_for(lambda: all(one.steps() and one.steps()[-1]["step"] >= starts for one in members))
-        assert newcomer.process.stdin is not None
-        newcomer.process.stdin.write("go\n")
-        newcomer.process.stdin.flush()
-        wait_for(lambda: any(one["seat"] in one["contributed"] for one in newcomer.steps()))
-        last = newcomer.steps()[-1]["step"]
-        wait_for(lambda: all(one.steps()[-1]["step"] >= last for one in members))  # which end that period, too
+        wait_for(lambda: newcomer.facts() and all(one.has_made(starts) for one in members))
+        newcomer.send(signal.SIGUSR1)
+        wait_for(lambda: any(one["seat"] in one["contributed"] for one in newcomer.steps(1)))
+        last = newcomer.steps(1)[0]["step"]
+        wait_for(lambda: all(one.has_made(last) for one in members))  # which end that period, too
     finally:
         for one in [*members, newcomer]:
-            one.process.kill()
-            one.process.wait()
+            one.end()
     report(arguments, link, members, newcomer)
     del store
 
 
-def report(arguments: argparse.Namespace, link: float, members: list[Listener], newcomer: Listener) -> None:
-    came = newcomer.said[0]
+def report(arguments: argparse.Namespace, link: float, members: list[Island], newcomer: Island) -> None:
+    came = next(one for one in newcomer.facts() if "joined" in one)
     first = next(one for one in newcomer.steps() if one["seat"] in one["contributed"])
     periods = [
         step["at"]

@@ -38,27 +38,11 @@ def positive(text: str) -> int:
     return number
 
 
-def natural(text: str) -> int:
-    """A whole number, zero or more."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {number}")
-    return number
-
-
 def seconds(text: str) -> float:
     """A number of seconds, zero or more, which a call of the system can wait for."""
     number = _float(text)
     if not 0 <= number <= _YEAR_S:
         raise argparse.ArgumentTypeError(f"expected seconds >= 0, at most {_YEAR_S} (a year), got {text}")
-    return number
-
-
-def some_minutes(text: str) -> float:
-    """A number of minutes above zero, which a call of the system can wait for."""
-    number = _float(text)
-    if not 0 < number <= _YEAR_S / 60:
-        raise argparse.ArgumentTypeError(f"expected minutes above 0, at most {_YEAR_S // 60} (a year), got {text}")
     return number
 
 

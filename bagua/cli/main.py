@@ -13,7 +13,6 @@ _COMMANDS = {
         "bagua.cli.advise.command",
         "predict which algorithm is the fastest for a script, on a network of any speed",
     ),
-    "chaos": ("bagua.cli.chaos.command", "run a training command under faults, and say what became of it"),
     "demo": ("bagua.cli.demo.command", "train a small language model on this machine, on a few processes"),
     "doctor": ("bagua.cli.doctor", "say what this machine offers, how fast it is, and what to set"),
     "explain": (

@@ -9,7 +9,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from bagua import __version__
 from bagua.algorithms import registry
 from bagua.cli import baguarun, doctor, main, top
-from bagua.cli.chaos import command as chaos
 from bagua.cli.demo import command
 
 
@@ -49,28 +48,6 @@ def test_top_waits_for_a_time_that_can_be_waited_for(text, capsys):
         top.main(["--once", "--interval", text])
     assert caught.value.code == 2
     assert f"--interval: expected seconds above 0, at most 31536000 (a year), got {text}" in capsys.readouterr().err
-
-
-NO_TIMES = ("nan", "inf", "-1", "1e30", "x")
-
-
-@pytest.mark.parametrize(
-    ("option", "said", "texts"),
-    [
-        ("--keep", "expected 0 or more, got -1", ("-1",)),
-        ("--restart-after", "expected seconds >= 0, at most 31536000 (a year), got {text}", NO_TIMES),
-        ("--warm-up", "expected seconds >= 0, at most 31536000 (a year), got {text}", NO_TIMES),
-        ("--hang", "expected seconds above 0, at most 31536000 (a year), got {text}", ("0", *NO_TIMES)),
-        ("--minutes", "expected minutes above 0, at most 525600 (a year), got {text}", ("0", *NO_TIMES)),
-        ("--link", "a delay of 61 s; expected at most 60 s", ("1mbit,61s",)),
-    ],
-)
-def test_chaos_waits_for_times_that_can_be_waited_for(option, said, texts, capsys):
-    for text in texts:
-        with pytest.raises(SystemExit) as caught:
-            chaos.main([f"{option}={text}", "--", "true"])
-        assert caught.value.code == 2
-        assert said.format(text=text) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["localhost", "localhost:70000", ":29500", "localhost:x"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -244,6 +245,32 @@ def test_sixteen_hosts_receive_and_send_at_rates_of_their_own() -> None:
             with network.inside(namespace):
                 shown = subprocess.run(["tc", "qdisc", "show", "dev", interface], capture_output=True, check=True)
             assert f"rate {rate} ".encode() in shown.stdout
+
+
+@needs_lab
+def test_a_link_is_cut_and_mended() -> None:
+    with network.open_network(2) as lab, contextlib.ExitStack() as stack:
+        ends = []
+        for host in lab.hosts:
+            with network.inside(host.namespace):
+                ends.append(stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)))
+                ends[-1].bind((host.address, 0))
+        _pass(ends, b"before")
+        lab.cut(1)
+        ends[0].sendto(b"lost", ends[1].getsockname())
+        lab.mend(1)
+        _pass(ends, b"after")
+
+
+def _pass(ends: list[socket.socket], message: bytes) -> None:
+    """Send ``message`` until it arrives, and nothing else does."""
+    ends[1].settimeout(0.05)
+    for _ in range(1000):
+        ends[0].sendto(message, ends[1].getsockname())
+        with contextlib.suppress(TimeoutError):
+            assert ends[1].recv(100) in {b"before", message}
+            return
+    raise AssertionError("nothing arrives")
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""An island for `bagua chaos`: trains without end, and prints what all islands share after each outer step."""
+"""An island for `benchmarks.chaos`: trains without end, and prints what all islands share after each outer step."""
 
 from __future__ import annotations
 

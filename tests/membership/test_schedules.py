@@ -1,4 +1,4 @@
-"""Schedules of `bagua chaos`: 200 seeds on the simulation of the protocol, some on islands that are threads."""
+"""Schedules of `benchmarks.chaos`: 200 seeds on the simulation of the protocol, some on islands that are threads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from bagua.cli.chaos.schedule import Fault, draw_schedule
 from bagua.comm.transports.threads import inject_fault
 from bagua.membership import participant
 from bagua.testing.ranks import RankDiedError
+from benchmarks.chaos import Fault, draw_schedule
 from tests.membership.simulation import (
     OUT,
     STOPPED,
@@ -51,7 +51,7 @@ class Walk:
         self.rules = Rules(MEMBERS, EXCHANGES, faults=0, barrier=barrier)
         self.world: World = start(self.rules)
         self.draw = random.Random(seed)
-        self.faults = list(draw_schedule(seed, MEMBERS, DURATION_S, 8 / DURATION_S, MIX, (5.0, 40.0)).faults)
+        self.faults = draw_schedule(seed, MEMBERS, DURATION_S, 8, MIX, (5.0, 40.0))
         self.hit: list[str] = []
         self._wakes: dict[int, float] = {}
 
@@ -98,7 +98,7 @@ class Walk:
         if len(well) < 2:
             return
         victim = well[fault.members[0] % len(well)]
-        word = {"kill": "kill", "stop": "stop", "partition": "cut" if fault.draw < 0.5 else "stop"}[fault.kind]
+        word = {"kill": "kill", "stop": "stop", "partition": "cut" if self.draw.random() < 0.5 else "stop"}[fault.kind]
         lesser = self.world._replace(faults=1)
         after = dict(moves(lesser, self.rules)).get(f"{word} {victim}")
         if after is None:  # Nothing is under way that could be cut.
@@ -148,10 +148,9 @@ def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed: int,
     early = seed % 2 == 0
     monkeypatch.setattr(participant, "_ROUNDS", participant._ROUNDS if early else 0)
     draw = random.Random(seed)
-    faults = draw_schedule(seed, MEMBERS, 10.0, DEATHS / 10.0, {"kill": 1.0}).faults
     died = [threading.Event() for _ in range(DEATHS)]
     doomed = dict(zip(draw.sample(range(MEMBERS), DEATHS), range(DEATHS), strict=True))
-    steps = [12 + int(40 * fault.draw) for fault in faults]
+    steps = [12 + int(40 * draw.random()) for _ in range(DEATHS)]
 
     def island(store):
         number = next(roles)
