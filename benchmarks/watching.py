@@ -118,7 +118,9 @@ def held_bytes(rank: Rank) -> int:
     tensor = torch.ones(64)
     for _ in range(2000):
         bagua.allreduce(tensor)
-        bagua.allreduce(tensor, async_op=True).wait()
+        work = bagua.allreduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
         bagua.metrics()
     gc.collect()
     folder = Path(bagua.__file__).parents[1]
