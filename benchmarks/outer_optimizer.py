@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm, DiLoCoAlgorithm, Outer
-from bagua.cli.demo.text import Text, read_standard_library
+from bagua.cli.demo import Text, read_standard_library
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from benchmarks.network.text import CONTEXT, NextByte, loss_at

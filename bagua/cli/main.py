@@ -13,7 +13,7 @@ _COMMANDS = {
         "bagua.cli.advise.command",
         "predict which algorithm is the fastest for a script, on a network of any speed",
     ),
-    "demo": ("bagua.cli.demo.command", "train a small language model on this machine, on a few processes"),
+    "demo": ("bagua.cli.demo", "train a small language model on this machine, on a few processes"),
     "doctor": ("bagua.cli.doctor", "say what this machine offers, how fast it is, and what to set"),
     "explain": (
         "bagua.cli.explain",

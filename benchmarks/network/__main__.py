@@ -157,6 +157,8 @@ def measure(plan: Plan) -> list[Run]:
         for rates in [(rate,) for rate in plan.rates] if plan.delay_ms else [plan.rates]:
             link = LinkSettings(rates[0], rates[0], plan.delay_ms) if plan.delay_ms else None
             with open_network(plan.hosts, link) as network:
+                if network.shortcoming:
+                    print(f"warning: {network.shortcoming}")
                 runs.append(Experiment(replace(plan, rates=rates), network).run())
     return runs
 

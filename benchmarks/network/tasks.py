@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bagua.cli.demo.text import Text, read_standard_library, windows
-from bagua.cli.demo.training import Settings
-from bagua.cli.demo.training import Trainer as DemoTrainer
+from bagua.cli.demo import Settings, Text, read_standard_library
+from bagua.cli.demo import Trainer as DemoTrainer
 
 __all__ = [
     "TASKS",
@@ -202,8 +201,7 @@ class DemoTask:
     @property
     def title(self) -> str:
         """In a few words."""
-        shape = self.settings.shape
-        return f"the demo's transformer, width {shape.width}, depth {shape.depth}, AdamW"
+        return "the demo's transformer, AdamW"
 
     def trainer(self, share: int) -> Trainer:
         """The task on one rank."""
@@ -219,28 +217,20 @@ def text_of_this_process() -> Text:
 class TextTrainer(DemoTrainer):
     """``DemoTask`` on one rank."""
 
-    held_out_windows = 512
-
     def __init__(self, settings: Settings, text: Text, share: int) -> None:
         super().__init__(settings, text.training, share)
         self.held_out_text = text.held_out
+
+    def held_out_loss(self, text: Tensor | None = None, count: int = 512) -> float:
+        """Nats per byte on windows of files that nobody trains on."""
+        return super().held_out_loss(self.held_out_text if text is None else text, count)
 
     def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Train with these from now on."""
         self.model = model
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
-            self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
-
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Nats per byte on evenly spaced windows of files that nobody trains on."""
-        context = self.settings.shape.context
-        starts = torch.linspace(0, len(self.held_out_text) - context - 1, self.held_out_windows).long()
-        self.model.eval()
-        loss = self.model(*windows(self.held_out_text, starts, context))
-        self.model.train()
-        return float(loss.item())
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_at)
 
 
 def rate_at(step: int, steps: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bagua.cli.demo.text import windows
+from bagua.cli.demo import windows
 from benchmarks.network.tasks import SupervisedTrainer, text_of_this_process
 
 __all__ = ["CONTEXT", "NextByte", "NextByteTask", "NextByteTrainer", "loss_at", "next_bytes"]

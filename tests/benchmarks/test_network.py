@@ -70,10 +70,22 @@ def test_hosts_control_congestion_as_linux_does_unless_told_otherwise(network):
     if lab.OF_LINUX not in available:
         pytest.skip(f"this kernel has no {lab.OF_LINUX}")
     before = lab.CONGESTION_CONTROL.read_text()
-    for host in network.hosts:
-        with lab.inside(host.namespace):
-            assert lab.CONGESTION_CONTROL.read_text().strip() == lab.OF_LINUX
+    assert [lab.congestion_control(host) for host in network.hosts] == [lab.OF_LINUX] * len(network.hosts)
+    assert network.shortcoming == ""
     assert lab.CONGESTION_CONTROL.read_text() == before
+
+
+@pytest.mark.parametrize("control", ["reno", "no_such_control"])
+def test_what_the_file_refuses_a_route_may_take_and_what_cannot_be_set_is_said(network, control, monkeypatch, tmp_path):
+    host = network.hosts[0]
+    monkeypatch.setattr(lab, "CONGESTION_CONTROL", tmp_path)  # A folder, which nobody can write to.
+    with lab.inside(host.namespace):
+        lab.run(f"ip address del {host.address}/24 dev {lab.INTERFACE}")
+        lab.set_up(host, control)
+    monkeypatch.undo()
+    assert (lab.congestion_control(host) == control) == (control == "reno")
+    said = lab._shortcoming(network, control)
+    assert said == "" if control == "reno" else "refuses no_such_control" in said
 
 
 def test_a_turn_is_timed_from_the_end_of_one_period_to_the_end_of_the_next(monkeypatch):

@@ -168,7 +168,8 @@ def test_more_hosts_than_addresses_are_refused(capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine twice, in the place of two hosts."""
-    hosts = SimpleNamespace(hosts=[network.Host(number, "127.0.0.1", "") for number in range(2)])
+    places = [network.Host(number, "127.0.0.1", "") for number in range(2)]
+    hosts = SimpleNamespace(hosts=places, shortcoming="")
     monkeypatch.setattr(command, "open_network", lambda *_: contextlib.nullcontext(hosts))
     monkeypatch.setattr(command, "inside", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(command, "_sent_by", lambda _: 0)

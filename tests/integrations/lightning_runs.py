@@ -15,8 +15,7 @@ from torch import nn
 
 import bagua.comm
 import bagua.integrations.lightning  # for the names of strategies
-from bagua.cli.demo.model import ByteTransformer, Shape
-from bagua.cli.demo.text import windows
+from bagua.cli.demo import ByteTransformer, windows
 from bagua.testing.ranks import this_rank
 from tests.harness import State, snapshot
 
@@ -89,7 +88,7 @@ class LanguageModel(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(bagua.comm.get_rank())
-        self.model = ByteTransformer(Shape(width=16, depth=1, heads=2, context=16))
+        self.model = ByteTransformer(width=16, depth=1, heads=2, context=16)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         return self.model(*batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 
@@ -55,6 +56,8 @@ def probe_link(hosts: int, link: LinkSettings) -> tuple[CallFacts, ...]:
         LabUnavailableError: there cannot be a lab here.
     """
     with open_network(hosts, link) as network:
+        if network.shortcoming:
+            logging.getLogger("bagua").warning("calls are measured where %s", network.shortcoming)
         found: list[tuple[CallFacts, ...]] = run_ranks(_on_link, hosts, (link,), network=network)
     return found[0]
 

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return INTERRUPTED
-    print(summary(options, sent, time.monotonic() - started, reports), file=sys.stderr)
+    print(summary(options, sent, time.monotonic() - started, reports, network.shortcoming), file=sys.stderr)
     return status
 
 
@@ -114,8 +114,14 @@ def _sent_by(host: Host) -> int:
         return sent_bytes()
 
 
-def summary(options: argparse.Namespace, sent: Sequence[int], seconds: float, reports: Sequence[SwitchReport]) -> str:
-    """What the hosts sent, and whether the lab could keep up."""
+def summary(
+    options: argparse.Namespace,
+    sent: Sequence[int],
+    seconds: float,
+    reports: Sequence[SwitchReport],
+    shortcoming: str = "",
+) -> str:
+    """What the hosts sent, and whether the lab is what it should be, and could keep up."""
     lines = [
         f"{hosts_in_words(options.hosts, options.ranks_per_host)}, links of {options.link}: {seconds:.1f} s",
         "sent, headers included: " + ", ".join(f"host {n} {count / 1e6:.2f} MB" for n, count in enumerate(sent)),
@@ -125,7 +131,7 @@ def summary(options: argparse.Namespace, sent: Sequence[int], seconds: float, re
             f"packets: {report.frames} carried, {report.lost} lost, {report.overflowed} dropped by full queues"
         )
         lines += [f"warning: {report.warning}"] if report.warning else []
-    return "\n".join(lines)
+    return "\n".join([*lines, f"warning: {shortcoming}"] if shortcoming else lines)
 
 
 class Ranks:

@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bagua.cli.lab.switch import SwitchReport
@@ -73,10 +73,12 @@ class Network:
     Args:
         hosts: the hosts, in order of their numbers.
         switch: a path that opens the namespace of the bridge.
+        shortcoming: a sentence on what is not as it should be here, to be said beside figures; empty if nothing is.
     """
 
     hosts: tuple[Host, ...]
     switch: str
+    shortcoming: str = ""
 
     def set_rate(self, rate_mbit_s: float | None) -> None:
         """Limit what every host sends and what it receives, on a network without delay and loss.
@@ -159,7 +161,21 @@ def open_network(
             connect(network)
             for host in network.hosts:
                 network.set_link(host.number, link)
-        yield network
+        yield replace(network, shortcoming=_shortcoming(network, BEHIND_SWITCH if link.needs_switch else OF_LINUX))
+
+
+def congestion_control(host: Host) -> str:
+    """The name of what controls the congestion of connections from ``host`` to others of its network."""
+    with inside(host.namespace):
+        routes = subprocess.check_output(["ip", "route", "show", "dev", INTERFACE], text=True).split()
+        if "congctl" in routes:
+            return routes[routes.index("congctl") + 1]
+        return CONGESTION_CONTROL.read_text().strip()
+
+
+def _shortcoming(network: Network, wanted: str) -> str:
+    found = congestion_control(network.hosts[0])
+    return "" if found == wanted else f"TCP controls congestion with {found}, because this kernel refuses {wanted}"
 
 
 @contextlib.contextmanager
@@ -227,13 +243,16 @@ def connect(network: Network) -> None:
             set_up(host, OF_LINUX)
 
 
-def set_up(host: Host, congestion_control: str) -> None:
+def set_up(host: Host, control: str) -> None:
     """Give the interface of ``host``, whose namespace this thread is in, its address, and choose how TCP behaves."""
-    with contextlib.suppress(OSError):  # A kernel may lack it.
-        CONGESTION_CONTROL.write_text(congestion_control)
     run("ip link set lo up")
     run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
     run(f"ip address add {host.address}/24 dev {INTERFACE}")
+    try:
+        CONGESTION_CONTROL.write_text(control)
+    except OSError:  # New namespaces may not be allowed what the machine has; a route may be.
+        with contextlib.suppress(LabUnavailableError):
+            run(f"ip route replace 10.77.0.0/24 dev {INTERFACE} src {host.address} congctl {control}")
 
 
 def port_of(host: Host) -> str:
