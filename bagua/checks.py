@@ -133,7 +133,7 @@ def check_choice(choices: Sequence[object], **values: object) -> None:
         ConfigurationError: naming the first one that is not, and the choices.
 
     Example:
-        >>> check_choice(("raise", "continue"), on_peer_loss="raise")
+        >>> check_choice((8, 2, None), value_bits=8)
     """
     for argument, value in values.items():
         if not any(type(value) is type(choice) and value == choice for choice in choices):

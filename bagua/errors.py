@@ -26,7 +26,6 @@ __all__ = [
     "InvalidTensorError",
     "InvalidTypeError",
     "LeftOutError",
-    "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
     "RepeatedInitializationError",
@@ -225,24 +224,6 @@ class NotInitializedError(BaguaError, RuntimeError):
 
 class RepeatedInitializationError(BaguaError, RuntimeError):
     """``init_process_group()`` was called twice without ``destroy_process_group()``."""
-
-
-class NonFiniteError(BaguaError, ArithmeticError):
-    """Numbers that are not finite where they would spread to other ranks, which was prevented.
-
-    Args:
-        problem: sentence that says what is not finite.
-        rank: on which rank.
-        advice: sentence that says what to do next.
-
-    Example:
-        >>> NonFiniteError("the weights of rank 1 are not finite", rank=1).rank
-        1
-    """
-
-    def __init__(self, problem: str, *, rank: int | None = None, advice: str = "") -> None:
-        super().__init__(problem, advice=advice)
-        self.rank = rank
 
 
 def _facts(peers: str) -> tuple[tuple[str, str], ...]:

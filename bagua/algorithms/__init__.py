@@ -4,7 +4,7 @@ from bagua.algorithms.async_model_average import (
     AsyncModelAverageAlgorithm,
     AsyncModelAverageAlgorithmImpl,
 )
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, Plane, around, as_algorithm, bound_form, registry
+from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, around, as_algorithm, bound_form, registry
 from bagua.algorithms.base import WithInner as WithInner
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Exchange
@@ -45,7 +45,6 @@ from bagua.algorithms.neighbors.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from bagua.averaging import AveragingStatus
 
 __all__ = [
     "Add",
@@ -53,7 +52,6 @@ __all__ = [
     "AlgorithmImpl",
     "AsyncModelAverageAlgorithm",
     "AsyncModelAverageAlgorithmImpl",
-    "AveragingStatus",
     "BetweenIslands",
     "Blend",
     "Buffers",
@@ -99,7 +97,6 @@ __all__ = [
     "OuterStep",
     "OverIslands",
     "Parts",
-    "Plane",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -120,7 +120,7 @@ class Algorithm(ABC):
         kind = type(self)
         implementation = vars(kind).get("implementation") or bound_form(kind)
         bound = implementation(process_group, **{name: getattr(self, name) for name in _option_names(kind)})
-        if self.in_background and bound.plane is None:
+        if self.in_background and type(bound).attach is AlgorithmImpl.attach:
             raise ConfigurationError(
                 "nothing runs these exchanges between steps, and no other ones can be put around such",
                 argument="algorithm",
@@ -201,50 +201,6 @@ def _option_names(kind: type[Algorithm]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
 
 
-class Plane(ABC):
-    """What goes on between steps, at each rank's own pace, for exchanges that are not in lockstep."""
-
-    @abstractmethod
-    def attach(
-        self,
-        buckets: Sequence[Bucket],
-        buffers: Callable[[], Mapping[str, torch.Tensor]],
-        group: ProcessGroup,
-        step: int,
-    ) -> None:
-        """Buckets were formed, when the model was wrapped or at a new phase. Nothing is under way.
-
-        Args:
-            buckets: equal in layout on all ranks.
-            buffers: returns the buffers of the module as they are now, by name.
-            group: private to this model. A background thread connects with ``group.connect``, and leaves the
-                communicators of the group alone.
-            step: number of the next step.
-        """
-
-    @abstractmethod
-    def safe_point(self, step: int) -> None:
-        """A training forward begins: no graph of this step exists yet, so weights may change here, and only here.
-
-        Called once or several times before each step; weights may change in the first call.
-        """
-
-    @abstractmethod
-    def begin_step(self, step: int) -> None:
-        """A step begins in which all ranks exchange in lockstep, as those of a warm-up do."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """End what goes on between steps on all ranks, so that buckets can be taken apart. Collective.
-
-        The next ``safe_point`` begins anew.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """The model is given up on this rank: end what goes on, not waiting for others. Idempotent."""
-
-
 class AlgorithmImpl:
     """An algorithm bound to a process group: the documented form. What it does is said by its exchanges.
 
@@ -255,7 +211,6 @@ class AlgorithmImpl:
 
     Attributes:
         options: the algorithm.
-        plane: background work between steps; None if there is none.
 
     Raises:
         ConfigurationError: it cannot run on this group.
@@ -263,7 +218,6 @@ class AlgorithmImpl:
 
     declaration: ClassVar[type[Algorithm]]
     __signature__: ClassVar[inspect.Signature]
-    plane: Plane | None = None
 
     def __init_subclass__(cls, declaration: type[Algorithm] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -285,6 +239,30 @@ class AlgorithmImpl:
             for exchange in exchanges:
                 if exchange.how is not None:
                     exchange.how.check(self.process_group)
+
+    # For algorithms whose ranks exchange between steps, each at its own pace. Those of all others are in the engine.
+
+    def attach(self, buckets: Sequence[Bucket], group: ProcessGroup, step: int) -> None:
+        """Buckets were formed, when the model was wrapped or at a new phase. Nothing is under way.
+
+        Args:
+            buckets: equal in layout on all ranks.
+            group: private to this model; when it is made for the first time, this is collective.
+            step: number of the next step.
+        """
+        return
+
+    def safe_point(self, step: int) -> None:
+        """A training forward of ``step`` begins. Weights may change in the first one: no graph of the step exists."""
+        return
+
+    def settle(self) -> None:
+        """End what goes on between steps, so that buckets can be taken apart; the next step begins anew. Collective."""
+        return
+
+    def close(self) -> None:
+        """The model is given up on this rank: end what goes on, not waiting for others. Idempotent."""
+        return
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.process_group!r}, {self.options!r})"

@@ -77,11 +77,7 @@ from torch.distributed import (
     is_xccl_available as is_xccl_available,
 )
 from torch.distributed.constants import default_pg_timeout as default_pg_timeout
-from bagua.comm.lifetime.background import (
-    BackgroundThread as BackgroundThread,
-    bounded as bounded,
-    stand_by as stand_by,
-)
+from bagua.comm.lifetime.background import BackgroundThread as BackgroundThread
 from bagua.comm.lifetime.closer import close_with as close_with
 from bagua.comm.lifetime.forks import family as family, forked_error as forked_error
 from bagua.comm.lifetime.wake import Wake as Wake
@@ -124,7 +120,6 @@ from bagua.comm.records.statistics import LATE_SHARE as LATE_SHARE
 from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
-from bagua.comm.store.board import Board as Board
 from bagua.comm.store.cells import Cells as Cells
 from bagua.comm.store.silence import Silence as Silence
 from bagua.comm.store.islands import (

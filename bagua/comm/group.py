@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua import env
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
@@ -20,8 +19,7 @@ from bagua.comm.operands import check_rank
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
-from bagua.comm.store.board import Board
-from bagua.comm.store.bounded import connection_to, with_limit
+from bagua.comm.store.bounded import connection_to
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
@@ -181,12 +179,6 @@ class ProcessGroup:
         """Number of members on this host."""
         return self.node_sizes[self.node_rank]
 
-    @property
-    def hosts_store(self) -> bool:
-        """Whether the store may end with this process: it is rank 0 of all, and no launcher's agent hosts it."""
-        by_agent = env.launcher_variables().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return self.ranks[self.rank] == 0 and not by_agent
-
     def get_global_communicator(self) -> Communicator:
         """The communicator of all members."""
         return self.global_communicator
@@ -290,20 +282,7 @@ class ProcessGroup:
         """A group of the same kind."""
         return ProcessGroup(*arguments)
 
-    # For those who agree by other means than collective calls.
-
-    def board(self, label: str = "board") -> Board:
-        """A notice board of the members, over a connection of its own to the store.
-
-        Called by all members as often and in the same order, but no member waits for another.
-
-        Args:
-            label: part of the keys in the store.
-        """
-        self._numbered += 1
-        name = f"{label}{self._numbered}"
-        store = with_limit(dist.PrefixStore(name, self._connection()), self.timeout_s)
-        return Board(store, self.rank, self.ranks, name)
+    # For those who need no call of the other members.
 
     def connect(
         self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None

@@ -121,7 +121,7 @@ class Autotuner:
             CollectiveTimeoutError: not all ranks ask.
         """
         reducer, group = self._reducer, self._reducer.group
-        apart = reducer.algorithm.plane is not None  # Ranks that are not in the same step cannot agree on one.
+        apart = reducer.formation.declaration.in_background  # Ranks that are not in the same step cannot agree on one.
         if group.size == 1 or apart or not reducer.buckets:
             return False
         fresh = self._measured is None or self._measured() is not reducer.buckets[0]

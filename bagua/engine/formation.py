@@ -15,7 +15,7 @@ from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
 from bagua.engine.buckets.layout import bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.order import GradientOrder
-from bagua.engine.buckets.registration import Registration, buffers_of, checked_model, warn_of_strangers
+from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
 from bagua.engine.gradients import restore_unused
 from bagua.engine.meeting import StepFailure, meet
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
@@ -154,7 +154,7 @@ class Formation:
 
     def form_at_once(self) -> None:
         """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
-        background = self.algorithm.plane is not None
+        background = self.declaration.in_background
         if not self.idle and (background or not courses.follows_gradients(self.phases.coming)):
             self.order.suppose_reversed()
             self.form(self.layout(self.options.bucket_bytes))
@@ -207,9 +207,7 @@ class Formation:
             self.execution.begin(self.phases.exchanges, self.model, self.options)
         self.registration.remember_storages()
         self.execution.go_on()
-        if self.algorithm.plane is not None:
-            buffers = partial(buffers_of, self.module)
-            self.algorithm.plane.attach(self.execution.buckets, buffers, self.group, self.phases.step)
+        self.algorithm.attach(self.execution.buckets, self.group, self.phases.step)
 
     @contextlib.contextmanager
     def _whole(self, doing: str) -> Iterator[None]:
@@ -270,19 +268,13 @@ class Formation:
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
         self.settle_loads()
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.settle()
+        self.algorithm.settle()
         if self.execution.scheduler is not None:
             self.execution.scheduler.flush()
 
-    def close_plane(self) -> None:
-        """End what goes on between steps on this rank, not waiting for others. Idempotent."""
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.close()
-
     def close(self) -> None:
         """Give back threads and communicators, when exchanges under way have ended. Idempotent."""
-        self.close_plane()
+        self.algorithm.close()
         if self.execution.scheduler is not None:
             with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
                 self.execution.settle()
@@ -337,13 +329,15 @@ class Formation:
         return algorithm
 
     def _take(self, declaration: Algorithm, algorithm: AlgorithmImpl, options: EngineOptions) -> None:
+        if algorithm is not self.algorithm:
+            self.algorithm.close()
         self.declaration, self.algorithm, self.options = declaration, algorithm, options
         self.phases.bind(declaration, self.model)
 
     def put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
-        if settle and self.algorithm.plane is not None:
-            self.algorithm.plane.settle()
+        if settle:
+            self.algorithm.settle()
         self.settle_loads()
         with self._whole("the end of its buckets"):
             self.execution.take_apart()
@@ -363,8 +357,7 @@ class Formation:
             CollectiveMismatchError: it has not, or has become different on different ranks.
         """
         self._rebuilt += 1
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
+        self.algorithm.settle()  # This rank serves the others in the background until they are here.
         meet(self.group, f"rebuild{self._rebuilt}", difference)
         self.put_aside(settle=False)
         refusal = self._register()

@@ -207,7 +207,7 @@ class BackwardHooks:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
         self.remove_hooks()
         self._retired = True
-        self.reducer.formation.close_plane()
+        self.reducer.algorithm.close()
 
     def close(self) -> None:
         """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""

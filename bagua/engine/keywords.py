@@ -65,14 +65,12 @@ class AlgorithmOptions(TypedDict, total=False):
     matrix_rank: int
     mix: Literal["blend", "add"]
     momentum: float | None
-    on_peer_loss: Literal["raise", "continue"]
     outer: str | Outer
     outer_lr: float | None
     outer_momentum: float | None
     overlap: int
     pace: Literal["equal", "own"]
     peer_selection_mode: str | Topology
-    peer_timeout_s: float
     q_adam_optimizer: QAdamOptimizer | None
     ratio: float
     reset_every: int

@@ -245,11 +245,10 @@ class Reducer:
         self.formation.settle_loads()
         if self.execution.scheduler is None:
             return False
-        phases, plane = self.phases, self.algorithm.plane
+        phases = self.phases
         before = (phases.between_steps, phases.follows_gradients)
         self.formation.follow_phase()
-        if plane is not None:
-            plane.safe_point(phases.step)
+        self.algorithm.safe_point(phases.step)
         if self.execution.scheduler.has_safe_points:
             with self._giving_up():
                 self.execution.scheduler.safe_point(self.formation.clock)
@@ -258,13 +257,11 @@ class Reducer:
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.formation.failure.check()
-        if self.execution.scheduler is None or self.phases.between_steps:
+        if self.execution.scheduler is None:
             return
-        plane = self.algorithm.plane
-        if plane is not None:
-            plane.begin_step(self.phases.step)  # A phase between steps begins with a forward pass.
-        else:
-            self.formation.follow_phase()  # For those who drive a reducer by hand, without forward passes.
+        self.formation.follow_phase()  # For those who drive a reducer by hand, without forward passes.
+        if self.phases.between_steps:
+            return
         scheduler = self.execution.scheduler
         scheduler.begin(self.formation.clock)
         if not self.phases.follows_gradients:
@@ -399,7 +396,7 @@ class Reducer:
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
         self.formation.failure.tell(reason, "a training step", self.execution.courses.groups)
-        self.formation.close_plane()
+        self.algorithm.close()
         if self.execution.scheduler is not None:
             self.execution.scheduler.forget()
         self.formation.close_soon()

@@ -24,13 +24,6 @@ def go_on(model: Any) -> None:
         averaging.resume(model)
 
 
-def finish(model: Any) -> None:
-    """Make one model of those of all ranks: the last call of training. Collective."""
-    pause(model)
-    if model.bagua_algorithm.plane is None:  # What goes on in the background has ended with equal weights.
-        model.bagua_finish()
-
-
 def _averaging_of(model: Any) -> AsyncModelAverageAlgorithmImpl | None:
     bound = model.bagua_algorithm
     return bound if isinstance(bound, AsyncModelAverageAlgorithmImpl) else None

@@ -16,7 +16,7 @@ from bagua.checks import install_command
 from bagua.comm import get_default_group, init_process_group, is_initialized
 from bagua.errors import ConfigurationError
 from bagua.integrations._batch_norm import SynchronizedBatchNorms
-from bagua.integrations._pauses import finish, go_on, pause
+from bagua.integrations._pauses import go_on, pause
 from bagua.parallel import DistributedDataParallel
 from bagua.utilities import all_gather_ddp_if_available, sync_ddp_if_available
 
@@ -198,7 +198,7 @@ class BaguaStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Ranks end with equal weights, whatever the algorithm."""
         if isinstance(self.model, DistributedDataParallel):
-            finish(self.model)
+            self.model.bagua_finish()
 
     # Checkpoints.
 

@@ -26,7 +26,7 @@ from bagua.integrations._attached import (
     write_own_file,
 )
 from bagua.integrations._hooks import HookState
-from bagua.integrations._pauses import finish, go_on, pause
+from bagua.integrations._pauses import go_on, pause
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.parallel import BaguaModule
@@ -287,7 +287,7 @@ class _Engine(_Exchange):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Take the engine off the model, which stays, with equal weights on all ranks."""
-        finish(self._model)
+        self._model.bagua_finish()
         self._model.bagua_close()
 
     def collect(self) -> dict[str, Any]:

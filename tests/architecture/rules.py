@@ -28,7 +28,6 @@ LAYERS = {
     "bagua.comm": 2,
     "bagua.buckets": 3,
     "bagua.primitives": 3,
-    "bagua.averaging": 3,
     "bagua.membership": 3,
     "bagua.algorithms": 4,
     "bagua.optim": 4,

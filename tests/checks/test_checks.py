@@ -60,8 +60,8 @@ def test_a_value_out_of_its_range_has_the_right_type():
 
 
 def test_choices_are_named():
-    with pytest.raises(ConfigurationError, match=r"^on_peer_loss must be 'raise' or 'continue', not 'stop'$"):
-        check_choice(("raise", "continue"), on_peer_loss="stop")
+    with pytest.raises(ConfigurationError, match=r"^side must be 'left' or 'right', not 'up'$"):
+        check_choice(("left", "right"), side="up")
 
 
 def test_the_error_of_a_wrong_type_is_what_anybody_would_catch_and_survives_pickling():

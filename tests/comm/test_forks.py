@@ -90,7 +90,7 @@ def test_children_end_and_their_parents_go_on(backend: str) -> None:
 def test_a_child_takes_no_part_in_averaging() -> None:
     with started("gloo", "averaging") as ranks:
         first, second = (rank.communicate(timeout=240)[0] for rank in ranks)
-    assert first == "together False\nstatus 0\nparents together True\n"
+    assert first == "refused True\nstatus 0\nparents together True\n"
     assert second == "parents together True\n"
 
 

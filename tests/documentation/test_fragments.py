@@ -20,7 +20,6 @@ DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
 RUN = (
     "advise",
-    "async_model_average",
     "coming_from_ddp",
     "coming_from_decent_dp",
     "decentralized_data_parallel",

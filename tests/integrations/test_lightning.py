@@ -138,7 +138,7 @@ class Watch(pl.Callback):
         self.seen: list[tuple[str, str, float]] = []
 
     def _note(self, where: str, trainer: pl.Trainer, module: runs.Regression) -> None:
-        state = trainer.model.bagua_algorithm.status().state
+        state = "paused" if trainer.model.bagua_algorithm._paused else "averaging"
         self.seen.append((where, state, float(module.net[0].weight.detach().double().sum())))
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:

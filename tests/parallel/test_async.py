@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import gc
+import itertools
+import math
+import random
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import bagua.comm
-from bagua import testing
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
-from bagua.averaging import AveragingStatus
-from bagua.averaging.handoff import Stage
+from bagua.algorithms import AsyncModelAverageAlgorithm
+from bagua.algorithms.averager import ENDING, FRESH, IMPATIENT, LEAVING, OPEN, SETTLING, Stage, verdict
 from bagua.comm import solo_group
-from bagua.errors import CommunicationError, ConfigurationError, NonFiniteError, PeerLostError
+from bagua.comm.transports.threads import FaultHook, RankKilled, Step, inject_fault
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    PeerLostError,
+)
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from tests.harness import (
     State,
@@ -35,63 +46,159 @@ from tests.harness import (
 pytestmark = pytest.mark.threads
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
-#: A rank that was killed is noticed after this time, in tests.
-PEER_TIMEOUT_S = 6.0
+NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
 #: Between two steps of ranks that train until something happens: it takes them little of the processor.
-PACE_S = 0.01
+PACE_S = 0.002
 
 
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def build(algorithm=OFTEN, *, seed=0, model=None, **options):
-    model = mlp(seed) if model is None else model
+def build(algorithm=OFTEN, *, model=None, fault: FaultHook | None = None, **options):
+    model = mlp() if model is None else model
     optimizer = plain_sgd(model.parameters())
-    return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options), optimizer
+    with inject_fault(fault):
+        return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options), optimizer
 
 
-def train_until_averaged(model, optimizer, rank, rounds=3, limit=5000):
-    """Take steps until so many averages were taken in; returns how many steps that took."""
-    algorithm = model.bagua_algorithm
-    for step in range(limit):
+def averager_of(model):
+    return model.bagua_algorithm._averager
+
+
+def averages_of(model) -> float:
+    return averager_of(model)._group.gauges.get("comm/averages", 0.0)
+
+
+def abort(model) -> State:
+    model.bagua_algorithm.abort(model)
+    return snapshot(model)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.001)
+
+
+def waits_for_the_end(model, rank: int) -> Callable[[], bool]:
+    """Whether ``rank`` has told this one that it waits for the end."""
+    return lambda: bool(averager_of(model)._words[rank] & ENDING)
+
+
+def train_until(condition: Callable[[], bool], model, optimizer, rank) -> None:
+    for step in range(20_000):
+        if condition():
+            return
         train_steps(model, optimizer, rank, [step])
-        if algorithm.status().rounds >= rounds:
-            return step + 1
         time.sleep(PACE_S)
-    raise AssertionError(f"no averages in {limit} steps: {algorithm.status()}")
+    raise AssertionError("it never came")
 
 
-def _train_and_abort(algorithm):
-    rank = bagua.comm.get_rank()
-    model, optimizer = build(algorithm, seed=rank)
-    train_until_averaged(model, optimizer, rank)
-    assert model.bagua_algorithm.abort(model)
-    status = model.bagua_algorithm.status()
-    assert status.state == "paused"
-    return snapshot(model), status
+def train_until_averaged(model, optimizer, rank, times=1) -> None:
+    enough = averages_of(model) + times
+    train_until(lambda: averages_of(model) >= enough, model, optimizer, rank)
 
 
-@pytest.mark.parametrize("mode", ["all", "shift_one", "random_pair", "one_peer_exp"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_after_abort_all_ranks_have_the_same_model(thread_ranks, mode, size):
-    results = thread_ranks(size, _train_and_abort, AsyncModelAverageAlgorithm(mode, 0))
-    assert_same_on_all_ranks([state for state, _ in results])
-    assert all(status.members == tuple(range(size)) and status.failed == 0 for _, status in results)
+@pytest.fixture
+def averaged_ranks(thread_ranks):
+    """``averaged_ranks(3, body)`` runs ``body(rank, model, optimizer)`` on ranks that have averaged once."""
+
+    def run(size, body, **options):
+        def train():
+            rank = bagua.comm.get_rank()
+            model, optimizer = build()
+            train_until_averaged(model, optimizer, rank)
+            return body(rank, model, optimizer)
+
+        return thread_ranks(size, train, **options)
+
+    return run
+
+
+class Number(nn.Module):
+    """A weight that tests change by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+    def step_by(self, amount: float) -> None:
+        """A step of an optimizer that adds ``amount``."""
+        self.weight.grad = None
+        self().backward()
+        with torch.no_grad():
+            self.weight.add_(self.weight.grad, alpha=amount)
+
+    @property
+    def value(self) -> float:
+        return self.weight[0].item()
+
+
+def number(algorithm=NEVER, fault: FaultHook | None = None) -> Number:
+    with inject_fault(fault):
+        return with_bagua(Number(), [], algorithm)
+
+
+def due(model) -> None:
+    """A snapshot is put down before the next step; with ``NEVER``, none after it."""
+    averager_of(model)._averaged_at = -math.inf
+
+
+# What ranks agree on.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((0, OPEN | FRESH | IMPATIENT), "nothing"),
+        ((OPEN, OPEN), "nothing"),
+        ((OPEN | FRESH, OPEN), "nothing"),
+        ((OPEN | FRESH, OPEN | FRESH), "average"),
+        ((OPEN | FRESH | IMPATIENT, OPEN), "average"),
+        ((OPEN | FRESH | ENDING, OPEN | FRESH), "average"),
+        ((OPEN | FRESH | ENDING, 0), "nothing"),
+        ((OPEN | FRESH | ENDING, OPEN | FRESH | ENDING), "last"),
+        ((ENDING | SETTLING, OPEN | FRESH | IMPATIENT), "nothing"),
+        ((ENDING | SETTLING, ENDING | SETTLING), "settle"),
+        ((ENDING | SETTLING, OPEN | FRESH | ENDING), "mismatch"),
+        ((ENDING | SETTLING | LEAVING, ENDING | SETTLING), "leave"),
+        ((LEAVING, OPEN | FRESH), "leave"),
+    ],
+)
+def test_what_follows_from_the_words_of_all(words, expected):
+    for order in itertools.permutations((*words, words[-1])):
+        assert verdict(order) == expected
+
+
+# What is computed.
+
+
+def test_the_steps_made_meanwhile_are_kept(thread_ranks):
+    def train() -> list[float]:
+        rank, model, seen = bagua.comm.get_rank(), number(), []
+        for _ in range(3):
+            due(model)
+            model.step_by(8.0 * rank)  # The snapshot was put down before.
+            wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+            model.step_by(1.0)
+            seen.append(model.value)
+        return seen
+
+    assert thread_ranks(2, train) == [[1.0, 6.0, 11.0], [9.0, 14.0, 19.0]]
 
 
 def test_training_is_that_of_one_rank_with_the_mean_of_all_at_the_end(thread_ranks):
-    """Without a round in between: local training, then the mean."""
-
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm(sync_interval_ms=1e9))
-        train_steps(model, optimizer, rank, range(5))
-        model.bagua_algorithm.abort(model)
-        return snapshot(model)
+        model, optimizer = build(NEVER)
+        train_steps(model, optimizer, bagua.comm.get_rank(), range(5))
+        return abort(model)
 
-    states = thread_ranks(2, train)
-    local = []
+    states, local = thread_ranks(2, train), []
     for rank in range(2):
         model = mlp()
         train_steps(model, plain_sgd(model.parameters()), rank, range(5))
@@ -100,305 +207,324 @@ def test_training_is_that_of_one_rank_with_the_mean_of_all_at_the_end(thread_ran
     assert_close(states[0], {name: (local[0][name] + local[1][name]) / 2 for name in local[0]})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_all_floating_dtypes_are_averaged(thread_ranks, dtype):
-    def train() -> torch.Tensor:
-        rank = bagua.comm.get_rank()
-        layer = torch.nn.Linear(4, 4, dtype=dtype)
-        model, _ = build(model=layer)
-        with torch.no_grad():
-            model.weight.fill_(rank)  # Wrapping made them equal.
-        model(torch.zeros(1, 4, dtype=dtype)).sum().backward()
-        model.bagua_algorithm.abort(model)
-        return model.weight.detach().clone()
+def _train_and_count(seed: int) -> tuple[list[float], State, float]:
+    """Steps of random sizes at a random pace, and ``abort`` and ``resume``; some points of rounds are delayed."""
+    rank = bagua.comm.get_rank()
+    drawn, steps = random.Random(100 * seed + rank), []
 
-    for weight in thread_ranks(3, train):
-        assert torch.equal(weight, torch.ones_like(weight))
+    def delay(step: Step) -> None:
+        if "averaging" in step.label and drawn.random() < 0.1:
+            time.sleep(0.004 * drawn.random())
 
-
-@pytest.mark.parametrize("fusion", [True, False])
-def test_buffers_are_averaged_if_asked_for(thread_ranks, fusion):
-    def train(average_buffers: bool) -> tuple[list[float], list[int]]:
-        rank = bagua.comm.get_rank()
-        algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=1e9, average_buffers=average_buffers)
-        model, _ = build(algorithm, model=torch.nn.BatchNorm1d(2), do_flatten=fusion)
-        model(torch.full((4, 2), float(rank))).sum().backward()
-        model.running_mean = model.running_mean.clone()  # Modules may do that.
-        model.bagua_algorithm.abort(model)
-        return model.running_mean.tolist(), model.num_batches_tracked.tolist()
-
-    assert thread_ranks(2, train, True) == [([pytest.approx(0.05)] * 2, 1)] * 2
-    assert thread_ranks(2, train, False) == [([0.0] * 2, 1), ([pytest.approx(0.1)] * 2, 1)]
+    model = number(AsyncModelAverageAlgorithm(sync_interval_ms=5.0 * (seed % 2)), delay)
+    for _ in range(3):
+        for _ in range(drawn.randrange(60)):
+            steps.append(drawn.random())
+            model.step_by(steps[-1])
+            time.sleep(drawn.choice([0.0, 0.0, 0.002, 0.02 * (rank == 1)]))  # Rank 1 is much slower.
+        abort(model)
+        if drawn.random() < 0.5:
+            steps.append(1.0)
+            model.step_by(1.0)  # On its own.
+        model.bagua_algorithm.resume(model)
+    return steps, abort(model), averages_of(model)
 
 
-# Warm-up.
-
-
-def test_in_warm_up_training_is_synchronous(thread_ranks):
-    def train() -> tuple[State, State, str]:
-        rank = bagua.comm.get_rank()
-        model = mlp(rank)
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 0, 6), bucket_bytes=1000)
-        train_steps(wrapped, optimizer, rank, range(6))
-        synchronous, state = snapshot(model), wrapped.bagua_algorithm.status().state
-        train_until_averaged(wrapped, optimizer, rank)
-        wrapped.bagua_algorithm.abort(wrapped)
-        return synchronous, snapshot(model), state
-
-    results = thread_ranks(3, train)
-    assert_same_on_all_ranks([synchronous for synchronous, *_ in results])
-    assert_close(results[0][0], reference(mlp(), sgd, 3, range(6)))
+@pytest.mark.parametrize(("seed", "size"), [(0, 2), (1, 3), (2, 4), (3, 2), (4, 3), (5, 4)])
+def test_no_step_of_any_rank_is_lost_or_counted_twice(thread_ranks, seed, size):
+    results = thread_ranks(size, _train_and_count, seed)
     assert_same_on_all_ranks([state for _, state, _ in results])
-    assert {state for *_, state in results} == {"warming up"}
+    total = sum(sum(steps) for steps, *_ in results)
+    assert torch.allclose(results[0][1]["weight"], torch.full((5,), total / size, dtype=torch.float64), rtol=1e-12)
+    assert all(averages > 4 for *_, averages in results), "more than the four at the ends"
 
 
-def test_abort_in_warm_up_and_training_on(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1e9, 6), bucket_bytes=1000)
-        train_steps(wrapped, optimizer, rank, range(3))
-        assert wrapped.bagua_algorithm.abort(wrapped)
-        wrapped.bagua_algorithm.resume(wrapped)
-        train_steps(wrapped, optimizer, rank, range(3, 6))
-        assert wrapped.bagua_algorithm.abort(wrapped)  # Nobody has made the first step after warm-up.
-        return snapshot(model)
-
-    states = thread_ranks(2, train)
-    assert_same_on_all_ranks(states)
-    assert_close(states[0], reference(mlp(), sgd, 2, range(6)))
+# Ranks that differ in pace.
 
 
-def test_abort_between_warm_up_and_averaging(thread_ranks):
-    def train() -> tuple[State, State]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm("all", 1e9, 3))
-        train_steps(model, optimizer, rank, range(3))
-        assert model.bagua_algorithm.abort(model)
-        model.bagua_algorithm.resume(model)  # It has the buckets of warm-up until the next step begins.
-        train_steps(model, optimizer, rank, range(3, 5))
-        alone = snapshot(model)
-        assert model.bagua_algorithm.abort(model)
-        return alone, snapshot(model)
+def test_no_rank_waits_for_one_that_takes_no_step_and_that_one_is_averaged_with(thread_ranks):
+    trained = threading.Event()
 
-    (one, ended), (other, ended_too) = thread_ranks(2, train)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert_same_on_all_ranks([ended, ended_too])
-    assert_close(ended, {name: (one[name] + other[name]) / 2 for name in one})
+    def train() -> tuple[float, float]:
+        rank, model = bagua.comm.get_rank(), number(OFTEN)
+        model.step_by(0.0)
+        if rank == 1:
+            assert trained.wait(60)  # One of its steps takes as long as those of the other.
+        else:
+            for _ in range(200):
+                model.step_by(1.0)
+            enough = averages_of(model) + 3
+            while averages_of(model) < enough:
+                model.step_by(0.0)
+            trained.set()
+        before = model.value
+        abort(model)
+        return before, model.value
 
-
-def test_a_rank_that_stops_early_in_warm_up_is_named_on_the_others(thread_ranks):
-    def train() -> str:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm("all", 0, 1000))
-        try:
-            train_steps(model, optimizer, rank, range(3 if rank == 0 else 6))
-        except CommunicationError as error:
-            return str(error)
-        model.bagua_algorithm.abort(model, timeout=20.0)
-        return "stopped"
-
-    first, second = thread_ranks(2, train)
-    assert first == "stopped"
-    assert "rank 0" in second
+    (fast, end), (slow, same) = thread_ranks(2, train)
+    assert end == same == pytest.approx(100.0, rel=1e-9)
+    assert (fast, slow) == (pytest.approx(100.0, rel=0.5), 0.0)
 
 
-# Stopping and starting.
+def test_an_average_that_takes_long_holds_up_no_step(thread_ranks):
+    trained, begun = threading.Event(), threading.Event()
+
+    def slow_link(step: Step) -> None:
+        if step.rank == 1 and "averaging" in step.label and step.call.kind == "allreduce":
+            begun.set()
+            assert trained.wait(60)
+
+    def train() -> float:
+        model = number(OFTEN, slow_link)
+        model.step_by(0.0)
+        if bagua.comm.get_rank() == 0:
+            assert begun.wait(60)
+            for _ in range(50):
+                model.step_by(1.0)
+            trained.set()
+        abort(model)
+        return model.value
+
+    assert thread_ranks(2, train) == [25.0, 25.0]
+
+
+def test_a_thread_that_is_late_makes_no_straggler(thread_ranks):
+    def late(step: Step) -> None:
+        if step.rank == 1 and "averaging" in step.label and step.name == "arrive":
+            time.sleep(0.01)
+
+    def train() -> list[bool]:
+        rank, found = bagua.comm.get_rank(), []
+        model, optimizer = build(fault=late)
+        told = averager_of(model)._communicator.statistics
+        for _ in range(2):
+            train_until_averaged(model, optimizer, rank, times=3)
+            found.append(bool(told.waits or told.lasts or told.times.waiting_s or told.times.of_collectives_s))
+            told.aside = False  # As it is for other communicators.
+        abort(model)
+        return found
+
+    assert thread_ranks(2, train)[0] == [False, True]
 
 
 def test_ranks_may_stop_after_different_numbers_of_steps(thread_ranks):
     def train() -> State:
         rank = bagua.comm.get_rank()
         model, optimizer = build()
-        if rank == 2:
-            model.bagua_algorithm.abort(model)  # It has no data at all.
-            return snapshot(model)
-        train_until_averaged(model, optimizer, rank, rounds=2 + 3 * rank)
-        model.bagua_algorithm.abort(model)
-        return snapshot(model)
+        if rank < 2:  # The other one has no data at all.
+            train_steps(model, optimizer, rank, range(50 * (rank + 1)))
+        return abort(model)
 
     assert_same_on_all_ranks(thread_ranks(3, train))
 
 
-def test_abort_and_resume_many_times(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        algorithm = model.bagua_algorithm
-        for turn in range(6):
-            train_steps(model, optimizer, rank, range((turn * (rank + 1)) % 5))
-            assert algorithm.abort(model)
-            assert algorithm.abort(model)  # Twice does no harm.
-            train_steps(model, optimizer, rank, range(rank))  # On its own.
-            algorithm.resume(model)
-            algorithm.resume(model)
-        assert algorithm.abort(model)
-        return snapshot(model)
+def test_who_waits_in_abort_holds_up_none_that_trains(thread_ranks):
+    def train() -> tuple[float, float]:
+        model = number()
+        if bagua.comm.get_rank() == 0:
+            wait_until(waits_for_the_end(model, 1))
+            for made in range(1, 4):
+                due(model)
+                model.step_by(1.0)
+                wait_until(lambda made=made: averages_of(model) == made)
+        abort(model)
+        return averages_of(model), model.value
 
-    assert_same_on_all_ranks(thread_ranks(3, train))
+    assert thread_ranks(2, train) == [(4.0, 1.5)] * 2
 
 
-def test_running_is_a_context(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        with model.bagua_algorithm.running(model):
+# Stopping and starting.
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_abort_and_resume_from_any_rank(averaged_ranks, first):
+    def body(rank, model, optimizer) -> list[State]:
+        algorithm, ends = model.bagua_algorithm, []
+        for _ in range(3):
             train_until_averaged(model, optimizer, rank)
-        assert model.bagua_algorithm.status().state == "paused"
-        return snapshot(model)
+            if rank != first:
+                train_until(waits_for_the_end(model, first), model, optimizer, rank)
+            ends.append(abort(model))
+            algorithm.abort(model)  # Twice does no harm.
+            train_steps(model, optimizer, rank, range(rank))  # On its own.
+            if rank != first:
+                time.sleep(0.02)
+            algorithm.resume(model)
+            algorithm.resume(model)
+        return ends
 
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    for ends in zip(*averaged_ranks(3, body), strict=True):
+        assert_same_on_all_ranks(ends)
 
 
-class OutOfDataError(Exception):
-    """What ends the training of one rank."""
-
-
-def _run_out_of_data(model, optimizer, rank):
-    algorithm = model.bagua_algorithm
-    with algorithm.running(model):
-        train_until_averaged(model, optimizer, rank)
+def test_averages_are_formed_again_when_all_have_resumed(averaged_ranks):
+    def body(rank, model, optimizer) -> None:
+        before = abort(model)
+        made = averages_of(model)
+        if rank == 0:
+            model.bagua_algorithm.resume(model)
+            train_steps(model, optimizer, rank, range(20))
+            time.sleep(0.05)
+            assert averages_of(model) == made
+        bagua.comm.barrier()
         if rank == 1:
-            raise OutOfDataError
-        while algorithm._averager._session.member.remaining:
-            train_steps(model, optimizer, rank, [0])
+            assert_same_on_all_ranks([before, snapshot(model)])
+            model.bagua_algorithm.resume(model)
+        train_until_averaged(model, optimizer, rank)
+
+    averaged_ranks(2, body)
 
 
-def test_an_exception_in_training_is_what_the_user_sees_and_others_go_on(thread_ranks):
-    def train() -> str:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        try:
-            _run_out_of_data(model, optimizer, rank)
-        except OutOfDataError:
-            assert not model.bagua_algorithm._averager._session._thread.is_alive()
-            return "out of data"
-        return "stopped"
+def test_a_training_thread_that_wakes_late_has_one_last_average(thread_ranks):
+    def train() -> tuple[float, float]:
+        model = number()
+        averager = averager_of(model)
+        wait = averager._wait
 
-    assert thread_ranks(2, train) == ["stopped", "out of data"]
+        def wait_longer(limit_s: float | None) -> None:
+            wait(limit_s)
+            time.sleep(0.3)  # Rounds go on.
 
+        averager._wait = wait_longer
+        model.step_by(2.0 * bagua.comm.get_rank())
+        abort(model)
+        return averages_of(model), model.value
 
-def test_with_a_timeout_abort_leaves_the_others_to_themselves(thread_ranks):
-    left = threading.Event()
-
-    def train() -> bool:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        if rank == 0:
-            together = model.bagua_algorithm.abort(model, timeout=0.1)
-            assert model.bagua_algorithm.abort(model) == together  # The answer stays.
-            left.set()
-            return together
-        while not left.is_set():
-            train_steps(model, optimizer, rank, [0])
-        train_until_averaged(model, optimizer, rank, rounds=model.bagua_algorithm.status().rounds + 2)
-        assert model.bagua_algorithm.status().members == (1, 2)
-        return model.bagua_algorithm.abort(model)
-
-    assert thread_ranks(3, train) == [False, True, True]
-
-
-def test_ctrl_c_in_abort_leaves_and_the_others_go_on(thread_ranks):
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
-
-    def train() -> tuple[bool, str]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        algorithm = model.bagua_algorithm
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        if rank == 0:
-            algorithm._averager._session.wait_for_change = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                algorithm.abort(model)
-            train_steps(model, optimizer, rank, range(3))
-            return algorithm.abort(model), algorithm.status().state
-        return algorithm.abort(model), algorithm.status().state
-
-    assert thread_ranks(3, train) == [(False, "paused"), (True, "paused"), (True, "paused")]
+    assert thread_ranks(2, train) == [(1.0, 1.0)] * 2
 
 
 def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
-    def fail(**_) -> None:
+    def interrupt(_: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
-    def train() -> float:
+    def train() -> list[float]:
         rank = bagua.comm.get_rank()
-        model = with_bagua(torch.nn.Linear(4, 4), [], OFTEN, bucket_bytes=1)
-        averager = model.bagua_algorithm._averager
+        model, _ = build(NEVER, model=nn.Sequential(nn.Linear(1, 300, bias=False), nn.Linear(300, 1, bias=False)))
+        last = model.bagua_algorithm._buckets[-1]
+        assert len(model.bagua_algorithm._buckets) == 2
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(2.0 * rank)  # Wrapping made them equal.
-        model(torch.zeros(1, 4))
-        while averager._session.handoff.stage is not Stage.AVERAGE:
-            time.sleep(0.001)
-        parts = averager._parts
-        assert len(parts) == 2
-        parts[1].take_average, take = fail, parts[1].take_average
+        due(model)
+        model(torch.zeros(1, 1)).sum().backward()
+        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+        views, last.views = last.views, interrupt
         with pytest.raises(KeyboardInterrupt):
-            averager.step(1)
-        parts[1].take_average = take
-        seen = [part._bucket.parameters[0].flatten()[0].item() for part in parts]
-        averager.step(2)
-        assert seen == [part._bucket.parameters[0].flatten()[0].item() for part in parts]
-        bagua.comm.get_default_group().global_communicator.barrier()
-        return seen[0]
+            model(torch.zeros(1, 1))
+        last.views = views
+        for _ in range(2):
+            model(torch.zeros(1, 1)).sum().backward()
+        bagua.comm.barrier()
+        return sorted(parameter.mean().item() for parameter in model.parameters())
 
-    assert thread_ranks(2, train) == [1.0, 1.0]
+    assert thread_ranks(2, train) == [[0.0, 1.0], [1.0, 2.0]]
 
 
-def test_no_training_thread_waits_for_a_rank_that_takes_no_step(thread_ranks):
-    trained = threading.Event()
+@contextlib.contextmanager
+def ctrl_c(model) -> Iterator[None]:
+    """The next wait for the end is interrupted when this rank's thread has told the others of it."""
+    averager = averager_of(model)
+    wait = averager._stopped.wait
 
-    def train() -> int:
+    def interrupt(_: float) -> bool:
+        wait_until(waits_for_the_end(model, averager._group.rank))
+        raise KeyboardInterrupt
+
+    averager._stopped.wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    averager._stopped.wait = wait
+
+
+def test_ctrl_c_in_abort_before_the_others_come(averaged_ranks):
+    interrupted, ends = threading.Event(), threading.Event()
+
+    def body(rank, model, optimizer) -> State:
+        if rank == 0:
+            with ctrl_c(model):
+                model.bagua_algorithm.abort(model)
+            interrupted.set()
+            wait_until(waits_for_the_end(model, 1))
+            train_until_averaged(model, optimizer, rank, times=3)
+            ends.set()
+        assert interrupted.wait(60)
+        abort(model)
+        assert ends.is_set(), "rank 0 still trained"
+        return snapshot(model)
+
+    assert_same_on_all_ranks(averaged_ranks(2, body))
+
+
+@pytest.mark.parametrize("then", ["abort", "finish"])
+def test_ctrl_c_in_abort_while_the_others_come(averaged_ranks, then):
+    def body(rank, model, _) -> State:
+        if rank == 0:
+            wait_until(waits_for_the_end(model, 1))
+            with ctrl_c(model):
+                model.bagua_algorithm.abort(model)
+        if rank == 1 or then == "abort":
+            abort(model)
+        if then == "finish":
+            model.bagua_finish()
+        return snapshot(model)
+
+    assert_same_on_all_ranks(averaged_ranks(2, body))
+
+
+# Warm-up.
+
+
+def test_in_warm_up_training_is_synchronous(thread_ranks):
+    def train() -> tuple[State, State]:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 0, 6), bucket_bytes=1000)
+        train_steps(wrapped, optimizer, rank, range(6))
+        synchronous = snapshot(model)
+        assert averages_of(wrapped) == 0
+        train_until_averaged(wrapped, optimizer, rank)
+        return synchronous, abort(wrapped)
+
+    results = thread_ranks(3, train)
+    assert_same_on_all_ranks([synchronous for synchronous, _ in results])
+    assert_close(results[0][0], reference(mlp(), sgd, 3, range(6)))
+    assert_same_on_all_ranks([state for _, state in results])
+
+
+def test_abort_in_warm_up_and_training_on(thread_ranks):
+    def train() -> State:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1e9, 6), bucket_bytes=1000)
+        train_steps(wrapped, optimizer, rank, range(3))
+        if rank == 0:  # It has nothing to wait for.
+            abort(wrapped)
+            wrapped.bagua_algorithm.resume(wrapped)
+        train_steps(wrapped, optimizer, rank, range(3, 6))
+        return abort(wrapped)  # Nobody has made the first step after warm-up.
+
+    states = thread_ranks(2, train)
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], reference(mlp(), sgd, 2, range(6)))
+
+
+def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it(thread_ranks):
+    def train() -> State:
         rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_steps(model, optimizer, rank, [0])
-        if rank == 1:
-            assert trained.wait(60)  # One of its steps takes as long as 200 of the other.
-        else:
-            train_steps(model, optimizer, rank, range(200))
-            trained.set()
-        assert model.bagua_algorithm.abort(model)
-        return model.bagua_algorithm.status().failed
+        model, optimizer = build(AsyncModelAverageAlgorithm("all", 0, 3))
+        train_steps(model, optimizer, rank, range(3 + 4 * rank))
+        return abort(model)
 
-    assert thread_ranks(2, train) == [0, 0]
-
-
-def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
-    def train() -> tuple[State, State, float]:
-        rank = bagua.comm.get_rank()
-        (first, one), (second, two) = build(seed=1), build(AsyncModelAverageAlgorithm("shift_one", 0), seed=2)
-        total = torch.zeros(1)
-        for step in range(30):
-            train_steps(first, one, rank, [step])
-            train_steps(second, two, rank, [step])
-            total += 1
-            bagua.comm.allreduce(total)
-            total /= 2
-        second.bagua_algorithm.abort(second)
-        first.bagua_algorithm.abort(first)
-        return snapshot(first), snapshot(second), total.item()
-
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks([first for first, *_ in results])
-    assert_same_on_all_ranks([second for _, second, _ in results])
-    assert [total for *_, total in results] == [30.0, 30.0]
+    assert_same_on_all_ranks(thread_ranks(2, train))
 
 
 # What training loops do.
 
 
-def test_weights_stay_while_a_step_goes_on(thread_ranks):
+def test_weights_stay_while_a_step_goes_on(averaged_ranks):
     """Several forwards in a step, ``no_sync``, ``eval`` and ``no_grad`` are no safe points."""
 
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank)
+    def body(_, model, optimizer) -> None:
         inputs = torch.ones(1, 8)
         for _ in range(20):
             with model.no_sync():
@@ -407,389 +533,46 @@ def test_weights_stay_while_a_step_goes_on(thread_ranks):
             time.sleep(0.003)
             with model.no_sync():
                 model(inputs).square().mean().backward()
-            model.eval()
-            model(inputs)
-            model.train()
+            model.eval()(inputs)
             with torch.no_grad():
-                model(inputs)
+                model.train()(inputs)
             loss = model(inputs).square().mean() + model(inputs).square().mean()
             assert_same_on_all_ranks([before, snapshot(model)])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        model.bagua_algorithm.abort(model)
+        abort(model)
 
-    thread_ranks(2, train)
-
-
-def test_only_training_forwards_take_an_average_in(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(seed=rank)
-        algorithm = model.bagua_algorithm
-        train_steps(model, optimizer, rank, [0])
-        handoff, until = algorithm._averager._session.handoff, time.monotonic() + 60
-        while handoff.stage is not Stage.AVERAGE:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        before = snapshot(model)
-        model.eval()
-        model(torch.ones(1, 8))
-        model.train()
-        with torch.no_grad():
-            model(torch.ones(1, 8))
-        assert handoff.stage is Stage.AVERAGE
-        assert_same_on_all_ranks([before, snapshot(model)])
-        model(torch.ones(1, 8))
-        assert algorithm.status().age_steps == 0
-        algorithm.abort(model)
-
-    thread_ranks(2, train)
+    averaged_ranks(2, body)
 
 
-def test_a_rank_holds_two_buffers_of_the_models_size_also_after_resume(thread_ranks):
-    def train() -> tuple[int, int]:
-        model, _ = build(model=torch.nn.Linear(64, 32))
-        seen = set()
-        for _ in range(2):
-            model(torch.ones(1, 64)).sum().backward()
-            contributions = model.bagua_algorithm._averager._session.handoff.contributions
-            seen |= {
-                tensor.data_ptr()
-                for contribution in contributions
-                for tensor in (contribution.snapshot, contribution.average)
-            }
-            model.bagua_algorithm.abort(model)
-            model.bagua_algorithm.resume(model)
-        assert len(seen) == 2 * len(contributions), "another session has other buffers"
-        return sum(2 * contribution.nbytes for contribution in contributions), sum(p.nbytes for p in model.parameters())
-
-    for held, model_bytes in thread_ranks(2, train):
-        assert 2 * model_bytes <= held <= 2 * model_bytes + 1024  # padding
-
-
-def test_status_says_what_was_done(thread_ranks):
-    def train() -> AveragingStatus:
-        rank = bagua.comm.get_rank()
-        model, _ = build(AsyncModelAverageAlgorithm(sync_interval_ms=1e9), model=torch.nn.Linear(4, 4, bias=False))
-        assert model.bagua_algorithm.status() == AveragingStatus()
-        with torch.no_grad():
-            model.weight.fill_(rank)
-        for _ in range(3):
-            model(torch.zeros(1, 4)).sum().backward()
-        state = model.bagua_algorithm.status()
-        assert (state.state, state.rounds, state.age_steps, state.age_ms) == ("averaging", 0, None, None)
-        assert model.bagua_algorithm.abort(model)
-        return model.bagua_algorithm.status()
-
-    for status in thread_ranks(2, train):
-        assert (status.state, status.rounds, status.members, status.age_steps) == ("paused", 1, (0, 1), 0)
-        assert status.distance == pytest.approx(0.5 * 16**0.5)  # 16 weights that are 0.5 from their mean
-        assert 16 * 4 <= status.sent_bytes <= 16 * 4 + 256  # padding
-        assert status.age_ms > 0
-        assert status.round_ms > 0
-        assert (status.failed, status.overflowed) == (0, 0)
-
-
-def test_gradients_are_those_of_the_rank(thread_ranks):
-    """In the averaging phase nothing touches gradients, also with a GradScaler and unused parameters."""
-
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model, optimizer = build(grad_scaler=scaler)
-        for step in range(5):
-            optimizer.zero_grad()
-            twin = copy.deepcopy(model)
-            before = snapshot(model)
-            loss = loss_of(model, rank, step)
-            scaler.scale(loss).backward()
-            twin.load_state_dict(model.state_dict())
-            loss_of(twin, rank, step).backward()
-            for own, expected in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.allclose(own.grad, 4.0 * expected.grad)
-            assert before.keys() == snapshot(model).keys()
-            scaler.step(optimizer)
-            scaler.update(4.0)
-        model[0](torch.ones(1, 8)).sum().backward()
-        model(torch.ones(1, 8)).detach_().requires_grad_(True).sum().backward()  # No parameter gets a gradient.
-        model.bagua_algorithm.abort(model)
-
-    thread_ranks(2, train)
-
-
-def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank)
+def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd(averaged_ranks):
+    def body(rank, model, _) -> None:
         stale = loss_of(model, rank, 0)  # Its backward pass comes too late.
         loss_of(model, rank, 1).backward()
-        averager = model.bagua_algorithm._averager
-        until = time.monotonic() + 60
-        rounds = averager.status().age_ms
-        while time.monotonic() < until:
-            loss_of(model, rank, 2).backward()
-            if averager.status().age_ms < rounds:
-                break
-            rounds = averager.status().age_ms
+        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+        loss_of(model, rank, 2).backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
-        model.bagua_algorithm.abort(model)
+        abort(model)
 
-    thread_ranks(2, train)
-
-
-def test_a_checkpoint_goes_on_in_its_phase(thread_ranks):
-    def save() -> tuple[State, dict]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm("all", 1e9, 2))
-        train_steps(model, optimizer, rank, range(4))
-        return snapshot(model), model.bagua_state_dict()
-
-    def load(saved) -> tuple[State, str]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm("all", 1e9, 2), seed=7)
-        model.load_state_dict(saved[rank][0])
-        model.load_bagua_state_dict(saved[rank][1])
-        loaded = snapshot(model)
-        train_steps(model, optimizer, rank, [4])
-        state = model.bagua_algorithm.status().state
-        model.bagua_algorithm.abort(model)
-        assert model._bagua_engine.reducer.step == 5
-        return loaded, state
-
-    saved = thread_ranks(2, save)
-    for (state, _), (loaded, phase) in zip(saved, thread_ranks(2, load, saved), strict=True):
-        assert_same_on_all_ranks([state, loaded])  # Also where they differ between ranks.
-        assert phase == "averaging"
+    averaged_ranks(2, body)
 
 
-def test_switching_and_changing_the_model_stop_averaging_first(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, "async", sync_interval_ms=0, message_size=1000)
-        train_steps(wrapped, optimizer, rank, range(10 + rank))
-        for parameter in model[0].parameters():
-            parameter.requires_grad_(False)
-        train_steps(wrapped, optimizer, rank, range(10))
-        for parameter in model[0].parameters():
-            parameter.requires_grad_(True)
-        train_steps(wrapped, optimizer, rank, range(10))
-        wrapped.switch_to("allreduce")
-        train_steps(wrapped, optimizer, rank, range(2))
-        wrapped.switch_to(OFTEN)
-        train_steps(wrapped, optimizer, rank, range(3 + rank))
-        wrapped.bagua_algorithm.abort(wrapped)
-        return snapshot(model)
+def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
+    def train() -> tuple[State, State, float]:
+        rank, total = bagua.comm.get_rank(), torch.zeros(1)
+        (first, one), (second, two) = build(model=mlp(1)), build(model=mlp(2))
+        for step in range(30):
+            train_steps(first, one, rank, [step])
+            train_steps(second, two, rank, [step])
+            total += 1
+            bagua.comm.allreduce(total)
+            total /= 2
+        return abort(second), abort(first), total.item()
 
-    assert_same_on_all_ranks(thread_ranks(2, train))
-
-
-def test_another_wrapper_of_the_same_module_ends_averaging(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        session = model.bagua_algorithm._averager._session
-        other = DistributedDataParallel(model, bucket_bytes=1000)
-        assert not session._thread.is_alive()
-        train_steps(other, optimizer, rank, range(3))
-
-    thread_ranks(2, train)
-
-
-# What ends badly.
-
-
-def _die(model):
-    """Both threads of this rank die, first the one that could still say that this rank leaves."""
-    session = model.bagua_algorithm._averager._session
-    session.member.poll = testing.die
-    session.handoff.wake.set()
-    assert session.join(PEER_TIMEOUT_S)
-    testing.die()
-
-
-def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int, ...]]:
-    rank = bagua.comm.get_rank()
-    algorithm = AsyncModelAverageAlgorithm("all", 0, on_peer_loss=on_peer_loss, peer_timeout_s=PEER_TIMEOUT_S)
-    model, optimizer = build(algorithm)
-    try:
-        train_until_averaged(model, optimizer, rank, rounds=2)
-        if rank == victim:
-            _die(model)
-        while (victim in model.bagua_algorithm.status().members) or on_peer_loss == "raise":
-            train_steps(model, optimizer, rank, [0])
-            time.sleep(PACE_S)
-        model.bagua_algorithm.abort(model)
-    except PeerLostError as error:
-        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-        return "PeerLostError", error.peers
-    return "went on", model.bagua_algorithm.status().members
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("raise", ("PeerLostError", (1,))), ("continue", ("went on", (0, 2)))]
-)
-def test_a_rank_that_dies(thread_pool, policy, expected):
-    outcomes = thread_pool.outcomes(_train_until_killed, 1, policy, size=3)
-    assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [expected] * 2, outcomes
-
-
-def _train_in_epochs_until_killed(victim: int) -> tuple[bool, tuple[int, ...]]:
-    rank = bagua.comm.get_rank()
-    algorithm = AsyncModelAverageAlgorithm("all", 0, on_peer_loss="continue", peer_timeout_s=PEER_TIMEOUT_S)
-    model, optimizer = build(algorithm)
-    with model.bagua_algorithm.running(model):
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        if rank == victim:
-            _die(model)
-    model.bagua_algorithm.resume(model)
-    train_until_averaged(model, optimizer, rank)
-    together = model.bagua_algorithm.abort(model)
-    return together, model.bagua_algorithm.status().members
-
-
-def test_survivors_resume_without_the_dead(thread_pool):
-    outcomes = thread_pool.outcomes(_train_in_epochs_until_killed, 1, size=3)
-    assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [(True, (0, 2))] * 2, outcomes
-
-
-def test_ranks_resume_without_one_that_left_and_ended(thread_ranks):
-    def train() -> tuple[int, ...]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        if rank == 1:
-            bagua.comm.destroy_process_group()
-            return ()
-        assert model.bagua_algorithm.abort(model)
-        model.bagua_algorithm.resume(model)
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        assert model.bagua_algorithm.abort(model)
-        return model.bagua_algorithm.status().members
-
-    assert thread_ranks(3, train) == [(0, 2), (), (0, 2)]
-
-
-def test_not_finite_weights_stay_where_they_are(thread_ranks):
-    def train() -> int:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        if rank == 1:
-            with torch.no_grad():
-                model[0].weight[0, 0] = float("nan")
-        with pytest.raises(NonFiniteError) as caught:
-            for _ in range(10_000):
-                train_steps(model, optimizer, rank, [0])
-                time.sleep(0.001)
-        finite = all(torch.isfinite(parameter).all() for parameter in model.parameters())
-        assert finite == (rank == 0)
-        with pytest.raises(NonFiniteError):  # It stays an error ...
-            train_steps(model, optimizer, rank, [0])
-        model.bagua_algorithm.abort(model)  # ... until it is accepted.
-        if rank == 0:
-            train_steps(model, optimizer, rank, [0])
-        return caught.value.rank
-
-    assert thread_ranks(2, train) == [1, 1]
-
-
-def test_a_model_that_is_dropped_leaves_no_thread(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        thread = model.bagua_algorithm._averager._session._thread
-        del model, optimizer
-        for _ in range(200):
-            gc.collect()  # Does nothing while another thread collects.
-            thread.join(0.1)
-            if not thread.is_alive():
-                return
-        raise AssertionError("the thread goes on without its model")
-
-    thread_ranks(2, train)
-
-
-def test_destroying_the_group_ends_the_thread(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank, rounds=1)
-        thread = model.bagua_algorithm._averager._session._thread
-        bagua.comm.destroy_process_group()
-        assert not thread.is_alive()
-
-    thread_ranks(2, train)
-
-
-# The declaration.
-
-
-def test_one_rank_has_nothing_to_do():
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], OFTEN, solo_group())
-    with wrapped.bagua_algorithm.running(wrapped):
-        train_steps(wrapped, optimizer, 0, range(3))
-    assert wrapped.bagua_algorithm.status().state == "idle"
-    assert_close(snapshot(model), reference(mlp(), plain_sgd, 1, range(3)))
-
-
-def test_only_the_model_that_is_trained_can_be_stopped():
-    model, _ = build_alone()
-    with pytest.raises(ConfigurationError, match="not the model"):
-        model.bagua_algorithm.abort(mlp())
-
-
-def build_alone():
-    model = mlp()
-    return with_bagua(model, [plain_sgd(model.parameters())], OFTEN, solo_group()), None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"peer_selection_mode": "nobody"},
-        {"sync_interval_ms": -1},
-        {"sync_interval_ms": float("nan")},
-        {"warmup_steps": 1.5},
-        {"on_peer_loss": "ignore"},
-        {"peer_timeout_s": 0},
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(ConfigurationError):
-        Algorithm.init("async", **options)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_only_passes_that_bring_gradients_are_steps(thread_ranks, reentrant):
-    """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
-
-    def train() -> int:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        body = nn.Sequential(Checkpointed(model)) if reentrant else model
-        wrapped = with_bagua(body, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=0))
-        for step in range(5):
-            optimizer.zero_grad()
-            inputs = batch(rank, step)[0].requires_grad_()
-            output = wrapped(inputs).sum()
-            if rank == 0 and not reentrant:
-                torch.autograd.grad(output, inputs, retain_graph=True)
-            output.backward()
-            optimizer.step()
-        wrapped.bagua_algorithm.abort(wrapped)
-        return wrapped._bagua_engine.reducer.step
-
-    assert thread_ranks(2, train) == [5, 5]
+    for one, other in zip(*thread_ranks(2, train), strict=True):
+        assert one == other == 30.0 if isinstance(one, float) else assert_same_on_all_ranks([one, other]) is None
 
 
 class Checkpointed(nn.Module):
@@ -801,3 +584,307 @@ class Checkpointed(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_only_passes_that_bring_gradients_are_steps(thread_ranks, reentrant):
+    """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
+
+    def train() -> int:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build(model=nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs = batch(rank, step)[0].requires_grad_()
+            output = model(inputs).sum()
+            if rank == 0 and not reentrant:
+                torch.autograd.grad(output, inputs, retain_graph=True)
+            output.backward()
+            optimizer.step()
+        abort(model)
+        return model._bagua_engine.reducer.step
+
+    assert thread_ranks(2, train) == [5, 5]
+
+
+def test_gradients_are_those_of_the_rank(thread_ranks):
+    """With a ``GradScaler``, too: nothing touches them."""
+
+    def train() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model, optimizer = build(grad_scaler=scaler)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, bagua.comm.get_rank(), step)
+            expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            scaler.scale(loss).backward()
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                assert torch.allclose(parameter.grad, 4.0 * gradient)
+            scaler.step(optimizer)
+            scaler.update(4.0)
+        abort(model)
+
+    thread_ranks(2, train)
+
+
+# Checkpoints and changes.
+
+
+def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
+    algorithm = AsyncModelAverageAlgorithm("all", 1e9, 2)
+
+    def save() -> tuple[State, State, dict]:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build(algorithm)
+        train_steps(model, optimizer, rank, range(4))
+        saved = snapshot(model), model.bagua_state_dict()
+        train_steps(model, optimizer, rank, [4])
+        return *saved, snapshot(model)
+
+    def load(saved) -> None:
+        weights, state, later = saved[bagua.comm.get_rank()]
+        model, optimizer = build(algorithm, model=mlp(7))
+        model.load_state_dict(weights)
+        model.load_bagua_state_dict(state)
+        assert_same_on_all_ranks([weights, snapshot(model)])  # Also where they differ between ranks.
+        train_steps(model, optimizer, bagua.comm.get_rank(), [4])
+        assert_same_on_all_ranks([later, snapshot(model)])
+        assert model._bagua_engine.reducer.step == 5
+        another, _ = build(algorithm)
+        another.load_bagua_state_dict(state)
+        abort(another)  # Its warm-up is over.
+        assert averages_of(another) == 1
+
+    thread_ranks(2, load, thread_ranks(2, save))
+
+
+def test_switching_and_changing_the_model_stop_averaging_first(thread_ranks):
+    def train() -> State:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped, _ = bagua_init(model, optimizer, "async", sync_interval_ms=0, message_size=1000)
+        train_steps(wrapped, optimizer, rank, range(10 + rank))
+        for wanted in (False, True):
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(wanted)
+            train_until_averaged(wrapped, optimizer, rank)
+        thread = averager_of(wrapped)._thread
+        wrapped._bagua_engine.reducer.formation.reset(bucket_bytes=500)
+        assert not thread.is_alive()
+        train_until_averaged(wrapped, optimizer, rank)
+        wrapped.switch_to("allreduce")
+        train_steps(wrapped, optimizer, rank, range(2))
+        wrapped.switch_to(OFTEN)
+        train_until_averaged(wrapped, optimizer, rank)
+        abort(wrapped)
+        wrapped.switch_to("allreduce")
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+def test_training_goes_on_after_finish_with_averages(thread_ranks):
+    def train() -> list[float]:
+        rank, model, seen = bagua.comm.get_rank(), number(), []
+        for _ in range(2):
+            if rank == 0:
+                due(model)  # Its snapshot still waits when it finishes.
+            model.step_by(2.0 * rank)
+            model.bagua_finish()
+            seen.append(model.value)
+        for _ in range(2):
+            due(model)
+            model.step_by(0.0)
+            wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+        return seen
+
+    assert thread_ranks(2, train) == [[1.0, 2.0]] * 2
+
+
+def test_one_rank_that_ends_while_another_one_switches(averaged_ranks):
+    def body(rank, model, _) -> tuple[int, ...]:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            abort(model) if rank == 0 else model.bagua_finish()
+        return caught.value.peers
+
+    assert averaged_ranks(2, body) == [(1,), (1,)]
+
+
+def test_one_rank_alone_changes_its_model(averaged_ranks):
+    named = threading.Event()
+
+    def body(rank, model, optimizer) -> tuple[int, ...]:
+        if rank == 1:
+            train_until(named.is_set, model, optimizer, rank)
+            return ()
+        model[0].weight.requires_grad_(False)
+        with pytest.raises(CollectiveTimeoutError, match="not all ranks stopped") as caught:
+            train_steps(model, optimizer, rank, [0])
+        named.set()
+        return caught.value.peers
+
+    assert averaged_ranks(2, body, timeout_s=1.0)[0] == (1,)
+
+
+def test_another_wrapper_of_the_same_module_ends_averaging(averaged_ranks):
+    def body(rank, model, optimizer) -> None:
+        thread = averager_of(model)._thread
+        other = DistributedDataParallel(model, bucket_bytes=1000)
+        assert not thread.is_alive()
+        train_steps(other, optimizer, rank, range(3))
+
+    averaged_ranks(2, body)
+
+
+# The end of a rank.
+
+
+@pytest.mark.parametrize("leave", [lambda model: model.bagua_close(), lambda _: bagua.comm.destroy_process_group()])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_rank_that_leaves_lets_the_others_train_on_and_end(averaged_ranks, leave, paused, caplog):
+    def body(rank, model, optimizer) -> None:
+        algorithm, thread = model.bagua_algorithm, averager_of(model)._thread
+        if paused:
+            abort(model)
+        if rank == 1:
+            leave(model)
+            assert not thread.is_alive()
+            return
+        train_until(lambda: not thread.is_alive(), model, optimizer, rank)
+        train_steps(model, optimizer, rank, range(5))
+        with contextlib.nullcontext() if paused else pytest.raises(PeerLostError, match="rank 1 has left"):
+            algorithm.abort(model)
+        with pytest.raises(PeerLostError, match="rank 1 has left") as caught:
+            algorithm.resume(model)
+        assert caught.value.peers == (1,)
+
+    averaged_ranks(3, body)
+    warned = [record for record in caplog.records if "goes on without averages" in record.getMessage()]
+    assert len(warned) == (0 if paused else 2)
+
+
+def test_a_rank_that_leaves_ends_the_abort_of_others(averaged_ranks):
+    def body(rank, model, _) -> None:
+        if rank == 1:
+            wait_until(waits_for_the_end(model, 0))
+            model.bagua_close()
+            with pytest.raises(CommunicatorClosedError, match="was closed"):
+                model.bagua_algorithm.resume(model)
+            return
+        with pytest.raises(PeerLostError, match="rank 1 has left"):
+            abort(model)
+
+    averaged_ranks(2, body)
+
+
+def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build()
+        train_until_averaged(model, optimizer, rank)
+        thread = averager_of(model)._thread
+        if rank == 0:
+            del model, optimizer
+        wait_until(lambda: gc.collect() >= 0 and not thread.is_alive())
+
+    thread_ranks(2, train)
+
+
+class Killed:
+    """Kills a rank at one point of its rounds; keeps what the point was."""
+
+    def __init__(self, victim: int, point: int) -> None:
+        self.victim, self.armed, self.at = victim, False, ("", "")
+        self._points = iter(range(point - 1, -1, -1))
+
+    def __call__(self, step: Step) -> None:
+        if step.rank == self.victim and "averaging" in step.label and self.armed and not next(self._points, 1):
+            self.at = (step.call.kind, step.name)
+            raise RankKilled
+
+
+def _end_with(fault: Killed, how: str) -> tuple[int, ...]:
+    model = number(OFTEN, fault)
+    algorithm = model.bagua_algorithm
+    with torch.no_grad():
+        model.weight.fill_(100.0 + bagua.comm.get_rank())
+    try:
+        while averages_of(model) < 2:
+            model.step_by(0.0)
+        fault.armed = True
+        if how == "abort":
+            abort(model)
+            algorithm.resume(model)
+        for _ in range(5000):
+            model.step_by(0.0)
+            time.sleep(PACE_S)
+    except PeerLostError as error:
+        assert 99.9 < model.value < 102.1, "a part of an average was taken in"
+        for call in (lambda: algorithm.resume(model), lambda: model.step_by(0.0)):
+            with pytest.raises(PeerLostError):
+                call()
+        return error.peers
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("how", ["train", "abort"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_at_any_point_of_a_round_is_named_by_the_others(thread_pool, victim, how):
+    points = set()
+    for point in range(1, 25):
+        fault = Killed(victim, point)
+        outcomes = thread_pool.outcomes(_end_with, fault, how, size=3)
+        assert [one.value for one in outcomes if one.rank != victim] == [(victim,)] * 2, (fault.at, outcomes)
+        points.add(fault.at)
+    assert {kind for kind, _ in points} == {"allgather", "allreduce"}
+    assert len(points) >= 6, "all steps of both calls"
+
+
+def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average(averaged_ranks):
+    def fail(*_: object) -> None:
+        raise MemoryError("for the test")
+
+    def body(rank, model, optimizer) -> None:
+        averager = averager_of(model)
+        if rank == 1:
+            wait_until(lambda: averager.stage is Stage.DIFFERENCE)
+            averager._communicator.allreduce = fail
+            wait_until(lambda: not averager._thread.is_alive())
+            assert averager.stage is Stage.EMPTY
+        with pytest.raises(MemoryError if rank == 1 else PeerLostError, match="for the test"):
+            train_until(lambda: False, model, optimizer, rank)
+
+    averaged_ranks(3, body)
+
+
+def test_an_error_of_averaging_keeps_no_model_alive(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build()
+        train_until_averaged(model, optimizer, rank)
+        if rank == 1:
+            bagua.comm.get_default_group().abort("for the test")
+            return
+        with pytest.raises(CommunicationError):
+            train_until(lambda: False, model, optimizer, rank)
+        averager, gone = averager_of(model), weakref.ref(model)
+        del model, optimizer
+        wait_until(lambda: gc.collect() >= 0 and gone() is None)
+        assert averager.error is not None
+
+    thread_ranks(2, train)
+
+
+# The declaration.
+
+
+def test_one_rank_has_nothing_to_do():
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], OFTEN, solo_group())
+    train_steps(wrapped, optimizer, 0, range(3))
+    abort(wrapped)
+    wrapped.bagua_algorithm.resume(wrapped)
+    assert_close(snapshot(model), reference(mlp(), plain_sgd, 1, range(3)))
+    with pytest.raises(ConfigurationError, match="not the model"):
+        wrapped.bagua_algorithm.abort(mlp())

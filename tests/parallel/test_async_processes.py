@@ -1,8 +1,11 @@
-"""Asynchronous averaging between processes: on both transports, with a kill, and with scripts that just end."""
+"""Asynchronous averaging between processes: both transports, a kill, Ctrl-C, and scripts that just end."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -16,75 +19,33 @@ from bagua.errors import PeerLostError
 from bagua.parallel import with_bagua
 from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
 from tests.parallel.scripts import start_scripts
+from tests.parallel.test_async import PACE_S, averages_of, train_until_averaged
 
 pytestmark = pytest.mark.timeout(600)
 
-#: Much more than a busy machine delays a thread.
-PEER_TIMEOUT_S = 8.0
-#: Between two steps of ranks that train until something happens: it takes them little of the processor.
-PACE_S = 0.01
 
-
-def _build(mode: str = "all"):
+def _build():
     model = mlp(bagua.comm.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    algorithm = AsyncModelAverageAlgorithm(mode, 1, peer_timeout_s=PEER_TIMEOUT_S)
-    return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000), optimizer
+    return with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1), bucket_bytes=1000), optimizer
 
 
-def _train_and_abort(mode: str) -> State:
+def _train_and_abort() -> State:
     rank = bagua.comm.get_rank()
-    model, optimizer = _build(mode)
-    while model.bagua_algorithm.status().rounds < 3:
-        train_steps(model, optimizer, rank, [0])
-        time.sleep(PACE_S)
-    assert model.bagua_algorithm.abort(model)
+    model, optimizer = _build()
+    train_until_averaged(model, optimizer, rank)
+    model.bagua_algorithm.abort(model)
     return snapshot(model)
 
 
 @pytest.mark.gloo
 def test_models_are_equal_after_abort_on_gloo(process_ranks):
-    assert_same_on_all_ranks(process_ranks(3, _train_and_abort, "shift_one"))
+    assert_same_on_all_ranks(process_ranks(3, _train_and_abort))
 
 
 @pytest.mark.shm
 def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
-    assert_same_on_all_ranks(shm_pool.run(_train_and_abort, "all", size=2))
-
-
-def _build_after_warm_up():
-    model = mlp(bagua.comm.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1e9, 2), bucket_bytes=1000), optimizer
-
-
-def _save(folder: str) -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = _build_after_warm_up()
-    train_steps(model, optimizer, rank, range(4))
-    torch.save((model.state_dict(), model.bagua_state_dict()), f"{folder}/{rank}")
-    return snapshot(model)
-
-
-def _load(folder: str) -> tuple[State, int, str]:
-    rank = bagua.comm.get_rank()
-    model, optimizer = _build_after_warm_up()
-    weights, state = torch.load(f"{folder}/{rank}")
-    model.load_state_dict(weights)
-    model.load_bagua_state_dict(state)
-    loaded = snapshot(model)
-    train_steps(model, optimizer, rank, [4])
-    phase = model.bagua_algorithm.status().state
-    assert model.bagua_algorithm.abort(model)
-    return loaded, model._bagua_engine.reducer.step, phase
-
-
-@pytest.mark.gloo
-def test_a_checkpoint_goes_on_in_its_step_and_phase_in_new_processes(process_ranks, tmp_path):
-    saved = process_ranks(2, _save, str(tmp_path))
-    for state, (loaded, step, phase) in zip(saved, process_ranks(2, _load, str(tmp_path)), strict=True):
-        assert_same_on_all_ranks([state, loaded])
-        assert (step, phase) == (5, "averaging")
+    assert_same_on_all_ranks(shm_pool.run(_train_and_abort, size=2))
 
 
 def _train_until_killed() -> tuple[int, ...]:
@@ -94,10 +55,11 @@ def _train_until_killed() -> tuple[int, ...]:
         while True:
             train_steps(model, optimizer, rank, [0])
             time.sleep(PACE_S)
-            if rank == 1 and model.bagua_algorithm.status().rounds >= 2:
+            if rank == 1 and averages_of(model) >= 2:
                 testing.die()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    assert not model.bagua_algorithm.abort(model)
+    with pytest.raises(PeerLostError):
+        model.bagua_algorithm.abort(model)
     return caught.value.peers
 
 
@@ -107,11 +69,31 @@ def test_a_killed_process_is_named_by_the_others(process_pool):
     assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [(1,)] * 2, outcomes
 
 
+def _interrupt_abort() -> State:
+    """Rank 0 is interrupted in ``abort``, in which it waits for the other one, and aborts again."""
+    rank, comm = bagua.comm.get_rank(), bagua.comm.get_default_group().global_communicator
+    model, optimizer = _build()
+    train_until_averaged(model, optimizer, rank)
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            model.bagua_algorithm.abort(model)
+    comm.barrier()
+    model.bagua_algorithm.abort(model)
+    return snapshot(model)
+
+
+@pytest.mark.gloo
+def test_ctrl_c_ends_the_wait_in_abort(process_ranks):
+    assert_same_on_all_ranks(process_ranks(2, _interrupt_abort))
+
+
 SCRIPT = """
 import sys
 import time
 import torch
 import bagua.torch_api as bagua
+from bagua.errors import PeerLostError
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 
 bagua.init_process_group(backend="gloo")
@@ -126,53 +108,52 @@ def train():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
 
-while model.bagua_algorithm.status().rounds < 2:
+while bagua.metrics().get("comm/averages", 0) < 2:
     train()
-print(time.monotonic(), flush=True)
 if ending == "raise":
     raise SystemExit(3)
-if ending == "go on":  # until the others have left
-    while model.bagua_algorithm._averager._session.member.remaining:
+if ending == "crash":
+    raise ValueError("a bug")
+try:
+    while ending == "go on" and model.bagua_algorithm._averager._thread.is_alive():
         train()
-    print("alone", flush=True)
-    model.bagua_algorithm.abort(model)
+    train()
+    if ending == "go on":
+        model.bagua_algorithm.abort(model)
+except PeerLostError as error:
+    print(error.peers[0], flush=True)
 """
 
 
-def _run(endings: list[str], port: int, *, by_agent: bool) -> list[tuple[int, str, str, float]]:
-    """Status, output, errors, and at most how many seconds after training the process ended, for each rank."""
+def _run(endings: list[str], port: int, *, by_agent: bool) -> list[tuple[int, str, str]]:
+    """Status, output and errors of each rank."""
     ranks = start_scripts(SCRIPT, endings, port, by_agent=by_agent)
     try:
-        results = []
-        for rank in ranks:
-            output, errors = rank.communicate(timeout=240)
-            trained, _, output = output.partition("\n")
-            assert trained, errors
-            results.append((rank.returncode, output, errors, time.monotonic() - float(trained)))
-        return results
+        said = [rank.communicate(timeout=240) for rank in ranks]
+        return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
     finally:
         for rank in ranks:
             rank.kill()
 
 
 @pytest.mark.gloo
-def test_scripts_that_end_without_abort_end_at_once_and_others_go_on():
+@pytest.mark.parametrize("ending", ["raise", "crash"])
+def test_scripts_that_end_without_abort_are_named_by_those_that_go_on(ending):
+    statuses = {"raise": 3, "crash": 1}
     store, port = serve_store()
-    results = _run(["raise", "nothing", "go on"], port, by_agent=True)
-    for (status, output, errors, seconds), expected in zip(results, [(3, ""), (0, ""), (0, "alone\n")], strict=True):
-        assert (status, output) == expected, errors
-        assert "terminate called" not in errors
-        assert "Traceback" not in errors
-        assert seconds < 60, "somebody waited for somebody else"
+    (ended, _, errors), (status, output, others) = _run([ending, "go on"], port, by_agent=True)
     del store
+    assert (ended, status, output) == (statuses[ending], 0, "0\n"), (errors, others)
+    assert "terminate called" not in errors + others
+    assert ("goes on without averages" in others) == (ending == "raise"), others
 
 
 @pytest.mark.gloo
-def test_without_the_host_of_the_store_the_others_end_with_an_error_that_says_so():
+def test_scripts_that_forget_abort_end_well():
+    """Also where the first of them hosts the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    host, other = _run(["nothing", "go on"], port, by_agent=False)
-    assert host[0] == 0, host[2]
-    # Either it saw rank 0 leave in the seconds that rank 0 stayed for it, or it lost the store.
-    assert other[0] == 0 or "lost the store" in other[2], other[2]
-    assert other[3] < 60
+    for status, output, errors in _run(["nothing"] * 3, port, by_agent=False):
+        assert (status, output) == (0, ""), errors
+        assert "terminate called" not in errors
+        assert "Traceback" not in errors

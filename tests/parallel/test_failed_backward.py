@@ -115,7 +115,7 @@ def test_with_every_algorithm_whose_ranks_step_together(thread_ranks, name):
                     loss_of(model, rank, step).backward()
             else:
                 train_steps(model, optimizer, rank, [step])
-        assert model.bagua_algorithm.abort(model)
+        model.bagua_algorithm.abort(model)
 
     thread_ranks(2, train_at_its_own_pace if registry.get(name) is AsyncModelAverageAlgorithm else train)
 

@@ -92,7 +92,7 @@ def test_no_algorithm_hangs(thread_ranks, name):
         if isinstance(algorithm, AsyncModelAverageAlgorithm):
             with pytest.raises(ConfigurationError, match="do not wait for each other's steps"), model.join():
                 pass
-            assert model.bagua_algorithm.abort(model)
+            model.bagua_algorithm.abort(model)
             return None
         for _ in range(2):
             with model.join():

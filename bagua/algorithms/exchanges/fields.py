@@ -68,8 +68,7 @@ class How(ABC):
 
     Attributes:
         lockstep: all ranks take part in each round, at the same step, and wait for its result when it is due. Otherwise
-            exchanges go on in the background, results are taken in when they are there, and the bound form of the
-            algorithm has a ``Plane``.
+            exchanges go on in the background, and the bound form of the algorithm makes them and takes results in.
         chunked: buckets are padded so that they split evenly over the ranks.
         side_by_side: flights of several buckets may run at a time, each on a group of its own: each needs only its
             bucket, its memory, and the group that ``run`` is given.

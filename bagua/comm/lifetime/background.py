@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import contextvars
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -122,18 +121,6 @@ class BackgroundThread:
         return not thread.is_alive()
 
 
-#: Python 3.12 starts no thread while the interpreter ends. Other versions do.
-STARTS_AT_EXIT = sys.version_info[:2] != (3, 12)
-_standby = BackgroundThread("bagua-standby")
-
-
-def stand_by() -> None:
-    """Have a thread ready for ``bounded`` where none can be started when the interpreter ends."""
-    if not STARTS_AT_EXIT:
-        with contextlib.suppress(RuntimeError):  # The interpreter ends already, or has no threads left.
-            _standby.submit(lambda: None)
-
-
 def bounded(function: Callable[[], T], limit_s: float) -> T | None:
     """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
 
@@ -185,11 +172,8 @@ class _Beside:
         try:
             threading.Thread(target=run, name="bagua-store", daemon=True).start()
         except RuntimeError:
-            try:
-                _standby.submit(run)
-            except RuntimeError:
-                running.discard(ended)
-                return False
+            running.discard(ended)
+            return False
         return True
 
     def wait(self, limit_s: float) -> None:

@@ -83,9 +83,10 @@ class Statistics:
         waits: seconds that this rank has waited for each other one that came last, by global rank.
         lasts: how often each of them came last, and late; those that come together share a call.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
+        aside: True if no thread that computes stands still for its calls, so that nobody is late for them.
     """
 
-    __slots__ = ("_busy_until", "_sums", "_totals", "gauges", "lasts", "place", "recent", "recorder", "waits")
+    __slots__ = ("_busy_until", "_sums", "_totals", "aside", "gauges", "lasts", "place", "recent", "recorder", "waits")
 
     def __init__(self, place: Place, recorder: Recorder | None = None) -> None:
         #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
@@ -100,6 +101,7 @@ class Statistics:
         self.waits: dict[int, float] = {}
         self.lasts: dict[int, float] = {}
         self.gauges: dict[str, float] = {}
+        self.aside = False
         self.recorder.add(self)
 
     @property
@@ -126,6 +128,8 @@ class Statistics:
         """
         recorder = self.recorder
         record.ended, record.state = ended, "completed"
+        if self.aside:
+            record.waited_s, record.waited_for = 0.0, ()
         time_s, exposed_s, waiting_s, of_collectives_s, calls = self._sums
         before = self._busy_until
         # In each call: a builtin takes twice as long as a comparison.
@@ -142,7 +146,7 @@ class Statistics:
             together = took - waited
             exposed_s += blocked_s if blocked_s < together else together  # noqa: FURB136
             time_s += took
-            if record.call.kind not in POINT_TO_POINT:
+            if record.call.kind not in POINT_TO_POINT and not self.aside:
                 of_collectives_s += took
         self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
         if record.waited_for:

@@ -100,7 +100,7 @@ def _own_part(formation: Formation, saved: Mapping[str, Any]) -> Any:
         ConfigurationError: on all ranks, if each was given a file of its own, but some that of another.
     """
     part = saved[name_of_rank(saved["rank"])]
-    differs = formation.declaration.ranks_differ and formation.algorithm.plane is None
+    differs = formation.declaration.ranks_differ and not formation.declaration.in_background
     matters = bool(part["parameters"] or part["others"] or part["flights"])
     mine = {"rank": saved["rank"], "world_size": saved["world_size"], "matters": matters or differs}
     owners = formation.communicator.allgather_object(mine)

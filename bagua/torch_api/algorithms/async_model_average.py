@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms import (
-    AsyncModelAverageAlgorithm,
-    AsyncModelAverageAlgorithmImpl,
-    AveragingStatus,
-)
+from bagua.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 
-__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "AveragingStatus"]
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
