@@ -62,6 +62,11 @@ def drawn_pairs(size: int, number: int, nodes: tuple[int, ...]) -> Round:
     return Round.matching(size, list(zip(order[::2], order[1::2], strict=False)))
 
 
+def graph(matrix: Matrix, *, symmetric: bool = False) -> Made:
+    """The same matrix in every round."""
+    return Made(lambda size, number, nodes: matrix, symmetric=symmetric, static=True)
+
+
 ONE_WAY = Made(one_way, static=True)
 STAR = Made(star, symmetric=True, static=True)
 DRAWN_PAIRS = Made(drawn_pairs, symmetric=True)

@@ -24,7 +24,7 @@ def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
         sizes: ranks on each host.
 
     Returns:
-        A round whose rows sum to 1, and whose matrix over ranks (see ``over_ranks``) is
+        A round whose rows sum to 1, and whose matrix over ranks (see ``Hierarchical``) is
         doubly stochastic; symmetric if ``between_hosts`` is.
 
     Example:
@@ -50,17 +50,8 @@ def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
     return Round.from_rows(rows)
 
 
-def over_ranks(between_hosts: Round, nodes: Nodes) -> Round:
-    """The round over ranks in which each host mixes the means of hosts.
-
-    Args:
-        between_hosts: see ``weighted_by_size``; hosts are numbered by their lowest rank.
-        nodes: index of the host of each rank.
-
-    Example:
-        >>> over_ranks(Round.matching(2, [(0, 1)]), [0, 0, 1, 1]).edges
-        (Edge(ranks=(0, 1, 2, 3), weight=0.25),)
-    """
+def _over_ranks(between_hosts: Round, nodes: Nodes) -> Round:
+    """The round over ranks in which each host mixes the means of hosts; these are numbered by their lowest rank."""
     hosts = ranks_by_node(nodes)
     if means := _edges_that_are_means(between_hosts):
         return Round.from_edges(len(nodes), [_union(hosts, edge.ranks) for edge in means])
@@ -110,8 +101,8 @@ class Hierarchical(Topology):
         hosts = ranks_by_node(nodes)
         mixing = self.between_hosts.round(len(hosts), step)
         if _edges_that_are_means(mixing):
-            return over_ranks(mixing, nodes)
-        return over_ranks(weighted_by_size(mixing, [len(members) for members in hosts]), nodes)
+            return _over_ranks(mixing, nodes)
+        return _over_ranks(weighted_by_size(mixing, [len(members) for members in hosts]), nodes)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""Topologies that change from round to round; in most of them ranks meet in pairs."""
+"""Topologies in which ranks meet in pairs, other ones in each round."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
-from bagua.checks import check_kind
-from bagua.errors import ConfigurationError
 from bagua.topology.base import Nodes, Topology
 from bagua.topology.rounds import Round
 
@@ -80,70 +77,6 @@ class OnePeerExponential(Topology):
             length = size // circles
             pairs += _pairs([(first + (shift + position) * distance) % size for position in range(length)])
         return Round.matching(size, pairs)
-
-
-@dataclass(frozen=True)
-class RandomMatching(Topology):
-    """Ranks meet in random pairs, drawn anew for each round, the same on every rank. Of an odd number one rests.
-
-    Args:
-        seed: another number, other pairs.
-
-    Example:
-        >>> RandomMatching(seed=1).round(2, 5).edges
-        (Edge(ranks=(0, 1), weight=0.5),)
-    """
-
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_kind(int, "a whole number", seed=self.seed)
-
-    def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
-        source = random.Random(f"{self.seed}/{size}/{step}")  # noqa: S311 - no secret
-        draws = [source.random() for _ in range(size)]
-        return Round.matching(size, _pairs(sorted(range(size), key=draws.__getitem__)))
-
-
-@dataclass(frozen=True)
-class Cycle(Topology):
-    """Several topologies in turns.
-
-    Args:
-        topologies: the first is used in round 1, and again after the last.
-
-    Example:
-        >>> from bagua.topology import Complete, Ring
-        >>> Cycle((Ring(), Ring(), Complete())).matrix(4, 6).tolist() == Complete().matrix(4).tolist()
-        True
-    """
-
-    topologies: tuple[Topology, ...]
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether all of them are."""
-        return all(topology.symmetric for topology in self.topologies)
-
-    def __post_init__(self) -> None:
-        check_kind((tuple, list), "a tuple of topologies", topologies=self.topologies)
-        for topology in self.topologies:
-            check_kind(Topology, "a tuple of topologies", topologies=topology)
-        object.__setattr__(self, "topologies", tuple(self.topologies))
-        if not self.topologies:
-            raise ConfigurationError(
-                "nothing to take turns", argument="topologies", expected="at least one topology", seen="none"
-            )
-
-    def period(self, size: int, nodes: Nodes | None = None) -> int | None:
-        """Until all of them are at their beginning again."""
-        periods = [topology.period(size, nodes) for topology in self.topologies]
-        known = [period for period in periods if period is not None]
-        return len(periods) * math.lcm(*known) if len(known) == len(periods) else None
-
-    def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
-        turn, position = divmod(step - 1, len(self.topologies))
-        return self.topologies[position].round(size, turn + 1, nodes)
 
 
 def _pairs(ranks: list[int]) -> list[tuple[int, int]]:

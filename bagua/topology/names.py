@@ -8,46 +8,42 @@ from collections.abc import Callable, Iterator
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.topology.base import Topology
-from bagua.topology.graphs import Complete, ErdosRenyi, Exponential, Hypercube, Ring, Star, Torus
+from bagua.topology.graphs import Complete, Ring, Torus
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical
-from bagua.topology.matchings import AlternatingRing, OnePeerExponential, RandomMatching, ShiftOne
+from bagua.topology.matchings import AlternatingRing, OnePeerExponential, ShiftOne
 
 #: Prefix of names that stand for the hierarchical form of another topology.
 HIERARCHICAL = "hierarchical_"
 
-_TOPOLOGIES: dict[str, Callable[..., Topology]] = {
+_TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "alternating_exp_ring": AlternatingExponentialRing,
     "alternating_ring": AlternatingRing,
     "complete": Complete,
-    "erdos_renyi": ErdosRenyi,
-    "exponential": Exponential,
-    "hypercube": Hypercube,
     "one_peer_exponential": OnePeerExponential,
-    "random_matching": RandomMatching,
     "ring": Ring,
     "shift_one": ShiftOne,
-    "star": Star,
     "torus": Torus,
 }
 _ALIASES = {"all": "complete", "one_peer_exp": "one_peer_exponential"}
 
 
-def register(name: str, topology: Callable[..., Topology] | Topology) -> None:
+def register(name: str, topology: Callable[[], Topology] | Topology) -> None:
     """Make a topology known under a name, after a look at its first rounds on up to 8 ranks.
 
     Args:
         name: letters, digits and underscores; ``-`` counts as ``_``.
-        topology: a subclass of ``Topology``, or an instance.
+        topology: a subclass of ``Topology`` without arguments, or an instance.
 
     Raises:
         ConfigurationError: the name is taken, or a round is not doubly stochastic, or not
             symmetric although that is claimed.
 
     Example:
-        >>> from bagua.topology import FunctionTopology, Round
-        >>> def first_two(size, step, nodes):
-        ...     return Round.matching(size, [(0, 1)] if size > 1 else [])
-        >>> register("first_two", FunctionTopology(first_two))
+        >>> from bagua.topology import Round
+        >>> class FirstTwo(Topology):
+        ...     def _round(self, size, step, nodes):
+        ...         return Round.matching(size, [(0, 1)] if size > 1 else [])
+        >>> register("first_two", FirstTwo)
         >>> create("first_two").round(3, 1).edges
         (Edge(ranks=(0, 1), weight=0.5), Edge(ranks=(2,), weight=1.0))
     """
@@ -86,53 +82,29 @@ def _exists(topology: Topology, size: int) -> bool:
     return True
 
 
-def create(name: str | Topology, **options: object) -> Topology:
+def create(name: str | Topology, argument: str = "topology") -> Topology:
     """The topology of a name.
 
     Args:
         name: a registered name, ``hierarchical_`` and a registered name, or a topology,
             which is returned.
-        options: arguments of its constructor.
+        argument: name of the caller's argument, for the message.
 
     Raises:
         ConfigurationError: there is none of that name; the message names those that exist.
-        TypeError: it does not have one of the options.
 
     Example:
         >>> create("one-peer-exp")
         OnePeerExponential()
-        >>> create("erdos_renyi", seed=3)
-        ErdosRenyi(probability=None, seed=3)
         >>> create("hierarchical_ring")
         Hierarchical(between_hosts=Ring())
     """
-    return _create(name, "topology", options)
-
-
-def resolve(name: str | Topology, argument: str) -> Topology:
-    """``create``, for an argument of another name.
-
-    Args:
-        name: as for ``create``.
-        argument: name of the caller's own argument, for the message.
-
-    Raises:
-        ConfigurationError: there is none of that name; the message names those that exist, and ``argument``.
-
-    Example:
-        >>> resolve("all", "peer_selection_mode")
-        Complete()
-    """
-    return _create(name, argument, {})
-
-
-def _create(name: str | Topology, argument: str, options: dict[str, object]) -> Topology:
     if isinstance(name, Topology):
         return name
     check_kind(str, "the name of a topology, or a Topology", **{argument: name})
     key = _normal(name)
     if key.startswith(HIERARCHICAL):
-        return Hierarchical(_create(key.removeprefix(HIERARCHICAL), argument, options))
+        return Hierarchical(create(key.removeprefix(HIERARCHICAL), argument))
     factory = _TOPOLOGIES.get(_ALIASES.get(key, key))
     if factory is None:
         raise ConfigurationError(
@@ -142,7 +114,7 @@ def _create(name: str | Topology, argument: str, options: dict[str, object]) -> 
             seen=repr(name),
             advice="bagua.topology.register(name, topology) adds your own.",
         )
-    return factory(**options)
+    return factory()
 
 
 def available() -> Iterator[str]:

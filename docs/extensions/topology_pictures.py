@@ -26,15 +26,10 @@ def place(rank: int, size: int, radius: float = RADIUS) -> tuple[float, float]:
     return WIDTH / 2 + radius * math.cos(angle), WIDTH / 2 + radius * math.sin(angle)
 
 
-def line(source: int, rank: int, weight: float, size: int, directed: bool) -> str:
-    """A message, as thick as its weight is large; with an arrow if none goes back."""
+def line(source: int, rank: int, weight: float, size: int) -> str:
+    """Messages between two ranks, as thick as their weight is large."""
     (x1, y1), (x2, y2) = place(source, size), place(rank, size)
-    length = math.hypot(x2 - x1, y2 - y1)
-    cut = DISC + (4 if directed else 0)
-    x2, y2 = x2 - (x2 - x1) * cut / length, y2 - (y2 - y1) * cut / length
-    arrow = ' marker-end="url(#arrow)"' if directed else ""
-    thickness = 0.5 + 4 * weight
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke-width="{thickness:.1f}"{arrow}/>'
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke-width="{0.5 + 4 * weight:.1f}"/>'
 
 
 def disc(rank: int, size: int) -> str:
@@ -49,18 +44,16 @@ def disc(rank: int, size: int) -> str:
 def picture(mixing: Round, title: str) -> str:
     """One round as SVG."""
     size = mixing.size
-    weights = {(source, rank): weight for rank in range(size) for source, weight in mixing[rank].sources}
     lines = [
-        line(source, rank, weight, size, (rank, source) not in weights)
-        for (source, rank), weight in weights.items()
-        if source < rank or (rank, source) not in weights
+        line(source, rank, weight, size)
+        for rank in range(size)
+        for source, weight in mixing[rank].sources
+        if source < rank
     ]
-    arrow = '<marker id="arrow" orient="auto" refX="2" refY="2" markerWidth="4" markerHeight="4" stroke="none">'
     return (
         f'<figure style="display:inline-block;margin:0.5em;text-align:center">'
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{title}" width="{WIDTH:.0f}" '
         f'height="{WIDTH:.0f}" font-size="11" stroke="currentColor" fill="none">'
-        f'<defs>{arrow}<path d="M0,0 L4,2 L0,4 z" fill="currentColor"/></marker></defs>'
         f"{''.join(lines)}{''.join(disc(rank, size) for rank in range(size))}</svg>"
         f"<figcaption>{title}</figcaption></figure>"
     )

@@ -36,7 +36,7 @@ from bagua.primitives import AllGatherReducer, ErrorFeedback
 from bagua.topology import available
 
 #: Topologies with the same neighbours in each round.
-STATIC = {"complete", "erdos_renyi", "exponential", "hypercube", "ring", "star", "torus"}
+STATIC = {"complete", "ring", "torus"}
 
 _SGD = Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 _SUBJECTS: dict[str, tuple[What, Then]] = {
@@ -146,10 +146,7 @@ class Case:
         if self.topology:
             if loses:
                 return "would drop most of each update"
-            if self.topology not in STATIC:
-                return "neighbours follow each other's changes"
-            alike = self.topology != "exponential" or self.by_host  # Two hosts do.
-            return "" if alike else "neighbours must give each other the same weight"
+            return "" if self.topology in STATIC else "neighbours follow each other's changes"
         return "weights would become what is left" if loses and self.subject in ("weights", "added") else ""
 
     @property
@@ -185,7 +182,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 _KINDS: dict[str, Sequence[Any]] = {
     **FACTORS,
     "codec": ["", "sign", "minmax_uint8"],
-    "topology": ["", "ring", "shift_one", "exponential"],
+    "topology": ["", "ring", "shift_one"],
     "resumed": [False],
     "loop": ["plain"],
     "at": ["stepped", "backward begins"],
@@ -212,7 +209,7 @@ def kind_of(name: str, value: Any) -> Any:
     if name == "codec" and value:
         kept = Codec.init(value).contraction
         return "sign" if kept is not None and kept < 0.5 else "minmax_uint8"
-    if name == "topology" and value not in ("", "exponential"):
+    if name == "topology" and value:
         return "ring" if value in STATIC else "shift_one"
     return value
 

@@ -14,9 +14,10 @@ from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPreci
 from bagua.compression import BySize, Identity, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
-from bagua.topology import Cycle, Exponential, FunctionTopology, Hierarchical, RandomMatching, Ring, WeightedGraph
+from bagua.topology import Hierarchical, Ring
 from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
+from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, Made, graph
 
 pytestmark = pytest.mark.threads
 
@@ -145,13 +146,9 @@ def test_a_topology_of_ones_own(thread_ranks):
         torch.tensor([[0.7, 0.3, 0.0], [0.1, 0.6, 0.3], [0.2, 0.1, 0.7]], dtype=torch.float64),
         paired(3, [(0, 2)]),
     ]
-    topology = Cycle((WeightedGraph(matrices[0].tolist()), FunctionTopology(_first_and_last, symmetric=True)))
+    topology = Made(lambda size, step, nodes: matrices[(step - 1) % 2])
     results = thread_ranks(3, train, DecentralizedAlgorithm(peer_selection_mode=topology))
     simulated(matrices).assert_equals(results)
-
-
-def _first_and_last(size: int, step: int, nodes: tuple[int, ...]) -> Matrix:
-    return paired(size, [(0, size - 1)])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,7 @@ def _first_and_last(size: int, step: int, nodes: tuple[int, ...]) -> Matrix:
         # On a star of hosts, host i takes u min(s_i, s_j) / s_i of the mean of host j.
         (
             [2, 1, 1],
-            "star",
+            STAR,
             [
                 [1 / 3, 1 / 3, 1 / 6, 1 / 6],
                 [1 / 3, 1 / 3, 1 / 6, 1 / 6],
@@ -178,16 +175,6 @@ def test_on_uneven_hosts_the_mean_over_ranks_is_kept(thread_ranks, hosts, mode, 
     algorithm = DecentralizedAlgorithm(peer_selection_mode=mode)
     results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
     simulated([torch.tensor(rows, dtype=torch.float64)]).assert_equals(results)
-
-
-def test_a_function_of_ones_own_may_lie_elsewhere_on_each_rank(thread_ranks):
-    """As it does where ranks are processes."""
-
-    def train_with_own_function() -> State:
-        topology = FunctionTopology(lambda size, step, nodes: [[1 / size] * size] * size)
-        return train(DecentralizedAlgorithm(peer_selection_mode=topology))
-
-    simulated([mean(2)]).assert_equals(thread_ranks(2, train_with_own_function))
 
 
 def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
@@ -248,7 +235,7 @@ def test_without_rounding_differences_are_gossip_plus_the_local_update(thread_ra
 def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
     """Two hosts: with ``complete`` they take the mean over ranks, else ``u min(s, t) / s`` of the other's mean."""
     whole = hosts == [2, 1]
-    topology = "complete" if whole else WeightedGraph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]])
+    topology = "complete" if whole else graph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]], symmetric=True)
     algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), topology=topology)
     results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
     means = torch.block_diag(*(mean(size) for size in hosts))
@@ -358,7 +345,7 @@ def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkey
         (lambda: DecentralizedAlgorithm(communication_interval=0), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(topology=DRAWN_PAIRS), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
         (lambda: LowPrecisionDecentralizedAlgorithm(codec=TopK()), "drop most of each update"),
         (lambda: LowPrecisionDecentralizedAlgorithm(codec=BySize(large=Sign())), "drop most of each update"),
@@ -373,9 +360,9 @@ def test_options_that_cannot_work_are_refused(build, words):
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (LowPrecisionDecentralizedAlgorithm(topology=Exponential()), "same weight"),
-        (DecentralizedAlgorithm(peer_selection_mode=WeightedGraph([[0.5, 0.5], [0.5, 0.5]])), "number of ranks"),
-        (DecentralizedAlgorithm(peer_selection_mode=FunctionTopology(lambda *_: torch.ones(5, 5))), "sum to 1"),
+        (LowPrecisionDecentralizedAlgorithm(topology=ONE_WAY), "same weight"),
+        (DecentralizedAlgorithm(peer_selection_mode=graph([[0.5, 0.5], [0.5, 0.5]])), "number of ranks"),
+        (DecentralizedAlgorithm(peer_selection_mode=graph(torch.ones(5, 5))), "sum to 1"),
     ],
     ids=["one direction", "size", "sums"],
 )
@@ -416,7 +403,7 @@ class TestPairs(AlgorithmContract):
 class TestDifferencesOnHosts(AlgorithmContract):
     @pytest.fixture
     def algorithm(self):
-        return LowPrecisionDecentralizedAlgorithm(topology="hierarchical_star", communication_interval=2)
+        return LowPrecisionDecentralizedAlgorithm(topology="hierarchical_torus", communication_interval=2)
 
 
 def test_a_topology_as_an_option_prints_and_is_compared():

@@ -127,7 +127,7 @@ def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, in
 @pytest.mark.threads
 def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
     """The same on all ranks, when the value is made or the model is wrapped; and by the rule that says why."""
-    for case in (one for one in cases_of() if one.topology != "exponential"):
+    for case in cases_of():
         if case.refusal:
             with pytest.raises(ConfigurationError, match=case.refusal):
                 _ = case.exchange
@@ -135,7 +135,6 @@ def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
             _ = case.exchange
     refused = [next(cases_of(pair)) for pair in all_pairs() if legal_case(pair) is None]
     assert len(refused) > 50
-    refused.append(Case(codec="minmax_uint8", topology="exponential"))
 
     def try_all() -> list[str]:
         problems = []

@@ -15,9 +15,9 @@ from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
-from bagua.topology import RandomMatching
 from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract
+from tests.topologies import DRAWN_PAIRS
 
 pytestmark = pytest.mark.threads
 SIZE, RATE = 4, 0.1
@@ -146,8 +146,6 @@ def test_exchanges_of_one_label_share_what_both_declare():
 class MeetOne(How):
     """The mean of two ranks, of what is sent and of their anchors; who meets whom changes with each round."""
 
-    seed: int = 0
-
     uniform: ClassVar[bool] = False  # type: ignore[misc]
 
     def state(self) -> tuple[State, ...]:
@@ -155,7 +153,7 @@ class MeetOne(How):
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         message = torch.cat([flight.flat, flight.state["anchor"]])
-        edges = RandomMatching(self.seed).round(group.size, flight.round, group.nodes).edges
+        edges = DRAWN_PAIRS.round(group.size, flight.round, group.nodes).edges
         for one, other in (edge.ranks for edge in edges if group.rank in edge.ranks and len(edge.ranks) == 2):
             received, peer = torch.empty_like(message), one + other - group.rank
             group.global_communicator.sendrecv(received, message, peer, peer)
@@ -193,7 +191,7 @@ def noloco(steps: int, *, gamma: float = 0.6) -> torch.Tensor:
     for step in range(steps):
         weights = weights - RATE * torch.stack([gradient_of(row, rank, step) for rank, row in enumerate(weights)])
         if step % 3 == 2:
-            pairs = RandomMatching(0).round(SIZE, (step + 1) // 3, (0,) * SIZE).matrix()
+            pairs = DRAWN_PAIRS.round(SIZE, (step + 1) // 3, (0,) * SIZE).matrix()
             momenta = 0.5 * momenta - 0.7 * pairs @ (anchors - weights) + gamma * (pairs @ anchors - anchors)
             anchors = anchors + momenta
             weights = anchors.clone()

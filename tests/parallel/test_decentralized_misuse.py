@@ -27,7 +27,6 @@ pytestmark = pytest.mark.threads
     [
         ({"topology": "small-world"}, "no topology of this name"),
         ({"topology": 7}, "argument topology"),
-        ({"topology": topology.Torus(rows=3)}, "argument size"),
         ({"topology": Made(lambda size, number, nodes: [[1.0, 0.0], [1.0, 0.0]])}, "do not sum to 1"),
         ({"topology": Made(lambda size, number, nodes: [topology.Edge((0,), 1.0)])}, "exactly one edge"),
         ({"_local_world_size": 3}, "_local_world_size"),

@@ -9,6 +9,7 @@ import bagua.comm
 from bagua.primitives import neighbour_average
 from bagua.topology import Round, create
 from tests.primitives.test_neighbours import assert_mixed, scratch, values
+from tests.topologies import STAR
 
 pytestmark = pytest.mark.gloo
 
@@ -27,7 +28,7 @@ def _start_all(rounds: list[Round]) -> list[torch.Tensor]:
 
 
 def test_several_exchanges_are_under_way_at_the_same_time(process_ranks):
-    rounds = [create("shift_one").round(3, 1), create("shift_one").round(3, 2), create("star").round(3, 1)]
+    rounds = [create("shift_one").round(3, 1), create("shift_one").round(3, 2), STAR.round(3, 1)]
     results = process_ranks(3, _start_all, rounds)
     for number, mixing in enumerate(rounds):
         assert_mixed([tensors[number] for tensors in results], [mixing])

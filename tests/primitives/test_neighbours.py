@@ -13,7 +13,8 @@ import bagua.comm
 from bagua.comm import solo_group
 from bagua.compression import Codec, Identity, Metadata, MinMaxUInt8
 from bagua.primitives import DifferenceExchange, ReducerMemory, hierarchical_neighbour_average, neighbour_average
-from bagua.topology import Edge, Hierarchical, Ring, Round, Star, available, create, weighted_by_size
+from bagua.topology import Edge, Hierarchical, Ring, Round, Torus, available, create, weighted_by_size
+from tests.topologies import ONE_WAY, STAR
 
 pytestmark = pytest.mark.threads
 
@@ -65,7 +66,7 @@ def test_every_topology_mixes_as_its_matrices_say(thread_ranks, name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 def test_other_dtypes(thread_ranks, dtype):
-    rounds = [create(name).round(4, 1) for name in ("star", "shift_one", "complete")]
+    rounds = [one.round(4, 1) for one in (STAR, create("shift_one"), create("complete"))]
     assert_mixed(thread_ranks(4, _mix, rounds, dtype), rounds, dtype)
 
 
@@ -104,11 +105,11 @@ def _mix_by_host(mixing: Round) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 3], [2, 1, 2], [1, 1, 2]], ids=str)
-@pytest.mark.parametrize("name", ["complete", "ring", "star", "shift_one", "exponential"])
-def test_hosts_mix_as_the_matrix_over_ranks_says(thread_ranks, hosts, name):
+@pytest.mark.parametrize("between_hosts", [*map(create, ("complete", "ring", "shift_one")), STAR, ONE_WAY], ids=str)
+def test_hosts_mix_as_the_matrix_over_ranks_says(thread_ranks, hosts, between_hosts):
     nodes = [host for host, size in enumerate(hosts) for _ in range(size)]
-    over_ranks = Hierarchical(create(name)).round(len(nodes), 1, nodes)
-    between = weighted_by_size(create(name).round(len(hosts), 1), hosts)
+    over_ranks = Hierarchical(between_hosts).round(len(nodes), 1, nodes)
+    between = weighted_by_size(between_hosts.round(len(hosts), 1), hosts)
     assert_mixed(thread_ranks(len(nodes), _mix_by_host, between, hosts=hosts), [over_ranks])
 
 
@@ -156,16 +157,18 @@ def simulated(matrix: torch.Tensor, codec: Codec, steps: int) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("codec", [Identity(), MinMaxUInt8(block_numel=2)], ids=repr)
-@pytest.mark.parametrize(("name", "size"), [("ring", 1), ("ring", 2), ("ring", 3), ("star", 4), ("torus", 5)])
-def test_differences_follow_the_textbook_with_replicas_of_all_neighbours(thread_ranks, codec, name, size):
-    mixing = create(name).round(size, 1)
+@pytest.mark.parametrize(
+    ("topology", "size"), [(Ring(), 1), (Ring(), 2), (Ring(), 3), (STAR, 4), (Torus(), 5)], ids=str
+)
+def test_differences_follow_the_textbook_with_replicas_of_all_neighbours(thread_ranks, codec, topology, size):
+    mixing = topology.round(size, 1)
     results = thread_ranks(size, _follow, mixing, codec, 8)
     for result, expected in zip(results, simulated(mixing.matrix(), codec, 8), strict=True):
         assert torch.allclose(result["x"], expected, atol=1e-12)
 
 
 def test_two_buffers_hold_what_neighbours_know_of_each_other(thread_ranks):
-    mixing = Star().round(4, 1)
+    mixing = STAR.round(4, 1)
     results = thread_ranks(4, _follow, mixing, MinMaxUInt8(block_numel=2), 6)
     for rank, result in enumerate(results):
         assert result.keys() == {"x", "estimate", "neighbours", "started"}

@@ -144,7 +144,7 @@ class DifferenceMix(How):
             raise ConfigurationError(
                 "neighbours follow each other's changes, so they must stay the same",
                 argument="topology",
-                expected="a static one, as ring, torus, hypercube, star or complete",
+                expected="a static one, as ring, torus or complete",
                 seen=repr(self.topology),
                 advice="Use DecentralizedAlgorithm for neighbours that change.",
             )
@@ -189,7 +189,7 @@ class DifferenceMix(How):
             raise ConfigurationError(
                 "neighbours must give each other the same weight",
                 argument="topology",
-                expected="a symmetric one, as ring, torus, hypercube, star or complete",
+                expected="a symmetric one, as ring, torus or complete",
                 seen=repr(self.topology),
             )
         return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec)

@@ -11,7 +11,7 @@ from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.gossip import Mix
 from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
-from bagua.topology import Topology, resolve
+from bagua.topology import Topology, create
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DecentralizedAlgorithm(ByHost):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_whole(1, communication_interval=self.communication_interval)
-        resolve(self.peer_selection_mode, "peer_selection_mode")
+        create(self.peer_selection_mode, "peer_selection_mode")
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Send the weights as they are before this step; the optimizer will step from the mean."""
