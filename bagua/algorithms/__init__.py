@@ -16,7 +16,7 @@ from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.gossip import DifferenceMix, Mix
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
-from bagua.algorithms.exchanges.parts import Matrices, Named, Not, Parts, Select
+from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.tuples import Promise as Promise
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
@@ -83,12 +83,9 @@ __all__ = [
     "LocalUpdates",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
-    "Matrices",
     "Mean",
     "Mix",
     "Model",
-    "Named",
-    "Not",
     "OneBitAdamAlgorithm",
     "OneBitAdamAlgorithmImpl",
     "OneBitLambAlgorithm",
@@ -106,7 +103,6 @@ __all__ = [
     "Replace",
     "ScatterGatherAllReduceAlgorithm",
     "ScatterGatherAllReduceAlgorithmImpl",
-    "Select",
     "SignSGDAlgorithm",
     "SignSGDAlgorithmImpl",
     "SlowMoAlgorithm",

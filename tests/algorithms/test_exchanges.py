@@ -26,12 +26,9 @@ from bagua.algorithms import (
     Exchange,
     Flight,
     Gradients,
-    Matrices,
     Mean,
     Mix,
     Model,
-    Named,
-    Not,
     Outer,
     OuterStep,
     Parts,
@@ -123,20 +120,15 @@ def test_parts_are_due_one_after_the_other():
     assert due == {0: [2], 1: [4], 2: [7], 3: [9], 4: [0]}
 
 
-def test_parts_are_cut_by_layer_by_bytes_and_by_choice():
+def test_parts_are_cut_by_layer_and_by_bytes():
     named = dict(mlp().named_parameters())
     assert Parts(2, "strided").cut(named) == [["0.weight", "0.bias", "4.weight", "4.bias"], ["2.weight", "2.bias"]]
     balanced = Parts(2, "bytes").cut(named)
     assert sorted(name for part in balanced for name in part) == sorted(named)
     loads = [sum(named[name].nbytes for name in part) for part in balanced]
     assert max(loads) <= 4 / 3 * sum(loads) / 2
-    assert Parts(1, "bytes", Matrices()).cut(named) == [["0.weight", "2.weight", "4.weight"]]
-    assert Parts(1, "bytes", Not(Matrices())).cut(named) == [["0.bias", "2.bias", "4.bias"]]
-    assert Parts(1, "bytes", Named("2.*")).cut(named) == [["2.weight", "2.bias"]]
     with pytest.raises(ConfigurationError, match="expected at most as many as there are layers"):
         Parts(4, "strided").cut(named)
-    with pytest.raises(ConfigurationError, match=r"Named\(pattern='zzz'\) takes no parameter .* 0.weight, 0.bias"):
-        Parts(1, "bytes", Named("zzz")).cut(named)
 
 
 def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a value

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Mean, Parts, Replace, Sum
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.contract.algorithms import AlgorithmContract
@@ -29,10 +29,6 @@ from tests.harness import (
 
 pytestmark = pytest.mark.threads
 BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
-
-
-def select(taken, label: str) -> Exchange:
-    return dataclasses.replace(BY_LAYER, parts=Parts(1, "bytes", taken), label=label)
 
 
 def train(algorithm: Algorithm, **options: object) -> State:
@@ -53,41 +49,11 @@ class TestByLayer(AlgorithmContract):
         return thread_pool
 
 
-@pytest.mark.parametrize(
-    "exchanges",
-    [
-        [BY_LAYER],
-        [dataclasses.replace(BY_LAYER, parts=Parts(2, "bytes"))],
-        [select(Matrices(), "matrices"), select(Not(Matrices()), "others")],
-    ],
-    ids=["strided", "bytes", "selected"],
-)
-def test_gradients_in_parts_are_those_of_all_data(thread_ranks, exchanges):
-    states = thread_ranks(3, train, Algorithm.of(*exchanges))
+@pytest.mark.parametrize("parts", [Parts(3, "strided"), Parts(2, "bytes")], ids=repr)
+def test_gradients_in_parts_are_those_of_all_data(thread_ranks, parts):
+    states = thread_ranks(3, train, Algorithm.of(dataclasses.replace(BY_LAYER, parts=parts)))
     assert_same_on_all_ranks(states)
     assert_close(states[0], reference(mlp(), sgd, 3, range(6)))
-
-
-def test_what_is_not_selected_keeps_its_own_gradients(thread_ranks):
-    """The first gradients, before weights differ."""
-
-    def gradients() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        with_bagua(model, [sgd(model.parameters())], Algorithm.of(select(Matrices(), "matrices")))
-        loss_of(model, rank, 0).backward()
-        return {name: one.grad.clone() for name, one in model.named_parameters()}
-
-    own = []
-    for rank in range(2):
-        model = mlp()
-        loss_of(model, rank, 0).backward()
-        own.append({name: one.grad for name, one in model.named_parameters()})
-    for rank, found in enumerate(thread_ranks(2, gradients)):
-        expected = {
-            name: (own[0][name] + own[1][name]) / 2 if one.dim() == 2 else own[rank][name]
-            for name, one in found.items()
-        }
-        assert_close(found, expected)
 
 
 def test_a_sum_of_gradients_that_nobody_used_stays_none(thread_ranks):
@@ -108,9 +74,9 @@ def test_gradients_are_refused_where_there_are_none(at):
         Exchange(Gradients(), Every(), Mean(), Replace(), at=at, until=at)
 
 
-def test_parts_that_overlap_replace_gradients_once(thread_ranks):
+def test_parts_that_overlap_replace_gradients_once():
     with pytest.raises(ConfigurationError, match="both replace gradients"):
-        Algorithm.of(select(Matrices(), "matrices"), select(None, "all"))
+        Algorithm.of(BY_LAYER, dataclasses.replace(BY_LAYER, parts=Parts(1, "bytes"), label="all"))
 
 
 @dataclass(frozen=True)

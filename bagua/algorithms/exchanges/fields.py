@@ -49,11 +49,6 @@ class What(ABC):
     max_lag: ClassVar[int | None] = None
     at: ClassVar[Point] = "stepped"
 
-    @property
-    def has_anchor(self) -> bool:
-        """Whether it is what has been learned since an anchor, in whatever units."""
-        return "anchor" in self.reads
-
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
         return ()
@@ -162,7 +157,6 @@ class Then(ABC):
         replaces: True if the values that were there before are lost.
         lag_is_period: a flight is folded right before the next one starts, and not at any other time.
         reads_rates: needs learning rates.
-        cut: fate of flights when training is interrupted: their results are folded early, or dropped.
     """
 
     keeps_sent: ClassVar[bool] = False
@@ -189,10 +183,6 @@ class Then(ABC):
     def writes(self, what: What | None) -> frozenset[str]:
         """What it changes: ``weights``, ``gradients``, or names of other things."""
         return frozenset() if what is None else what.reads
-
-    def cut(self, what: What | None) -> Literal["fold", "drop"]:
-        """``fold`` for weights; ``drop`` for gradients of a step that is over: no optimizer will step with them."""
-        return "drop" if "gradients" in self.writes(what) else "fold"
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""

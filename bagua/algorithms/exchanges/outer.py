@@ -33,7 +33,7 @@ def check_has_anchor(what: What | None) -> tuple[State, ...]:
     Raises:
         ConfigurationError: ``what`` is no difference.
     """
-    if what is None or not what.has_anchor:
+    if what is None or "anchor" not in what.reads:
         raise ConfigurationError(
             "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,59 +12,6 @@ from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
 
 By = Literal["arrival", "strided", "bytes"]
-
-
-class Select(ABC):
-    """Which parameters take part. Subclasses are frozen dataclasses."""
-
-    @abstractmethod
-    def takes(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether this parameter does."""
-
-
-@dataclass(frozen=True)
-class Matrices(Select):
-    """Parameters of two dimensions or more."""
-
-    def takes(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether this parameter does."""
-        return parameter.dim() >= 2
-
-
-@dataclass(frozen=True)
-class Named(Select):
-    """Parameters whose name matches a pattern.
-
-    Args:
-        pattern: with ``*`` for anything.
-    """
-
-    pattern: str
-
-    def __post_init__(self) -> None:
-        check_kind(str, "a pattern of names", pattern=self.pattern)
-
-    def takes(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether this parameter does."""
-        return fnmatch.fnmatchcase(name, self.pattern)
-
-
-@dataclass(frozen=True)
-class Not(Select):
-    """All others.
-
-    Args:
-        select: those that do not take part.
-    """
-
-    select: Select
-
-    def __post_init__(self) -> None:
-        check_kind(Select, "Matrices(), Named(...) or Not(...)", select=self.select)
-
-    def takes(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether this parameter does."""
-        return not self.select.takes(name, parameter)
 
 
 @dataclass(frozen=True)
@@ -80,7 +25,6 @@ class Parts:
         by: ``arrival``: buckets, in the order in which gradients appear; they follow ``bucket_bytes`` and autotuning.
             ``strided``: part ``p`` has the layers ``p``, ``p + n``, ... ``bytes``: each has about as many bytes.
             Neither changes during training.
-        select: choice of the parameters that take part; None for all.
         same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's order of buckets is
             everyone's, and a rank may be late for some.
 
@@ -95,15 +39,13 @@ class Parts:
 
     n: int = 1
     by: By = "arrival"
-    select: Select | None = None
     same_order: bool = False
 
     def __post_init__(self) -> None:
         check_whole(1, n=self.n)
         check_choice(get_args(By), by=self.by)
-        check_kind((Select, type(None)), "Matrices(), Named(...), Not(...) or None", select=self.select)
         check_kind(bool, "True or False", same_order=self.same_order)
-        if self.by == "arrival" and (self.n > 1 or self.select is not None):
+        if self.by == "arrival" and self.n > 1:
             raise ConfigurationError(
                 "buckets by arrival are cut by their size, and hold all parameters",
                 argument="by",
@@ -124,21 +66,13 @@ class Parts:
         Raises:
             ConfigurationError: there are fewer layers, or parameters, than parts.
         """
-        taken = {name: one for name, one in parameters.items() if self.select is None or self.select.takes(name, one)}
-        if self.select is not None and not taken:
-            raise ConfigurationError(
-                f"{self.select!r} takes no parameter of this model",
-                argument="select",
-                expected=f"one that takes some of {', '.join(list(parameters)[:4])}, ...",
-                seen=repr(self.select),
-            )
-        parts = self._strided(taken) if self.by == "strided" else self._balanced(taken)
+        parts = self._strided(parameters) if self.by == "strided" else self._balanced(parameters)
         if not all(parts):
             raise ConfigurationError(
                 f"{self.n} parts are too many for this model: one would hold no parameter",
                 argument="parts",
                 expected="at most as many as there are layers",
-                seen=f"{self!r} for {len(taken)} parameters",
+                seen=f"{self!r} for {len(parameters)} parameters",
                 advice="Where the parts are fragments, take fewer of them: fragments=.",
             )
         return parts

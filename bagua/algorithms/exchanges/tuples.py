@@ -9,7 +9,6 @@ from typing import Literal
 
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import POINTS
-from bagua.algorithms.exchanges.parts import Not, Parts
 from bagua.errors import ConfigurationError
 
 #: A moment: steps after the start of a flight, and a place in the order of a step.
@@ -32,7 +31,7 @@ def check_exchanges(exchanges: Sequence[Exchange]) -> None:
         if one.label == other.label and _declare_differently(one, other):
             raise _contradiction("they remember different things under one name", one, other, "equal declarations")
         both_replace = "gradients" in one.writes & other.writes and one.then.replaces and other.then.replaces
-        if both_replace and _meet(one, other) and not _have_nothing_in_common(one.parts, other.parts):
+        if both_replace and _meet(one, other):
             raise _contradiction("both replace gradients in one step", one, other, "steps in which one of them is due")
     for one, other in itertools.permutations(exchanges, 2):
         if one.how is not None and one.then.replaces and one.writes & other.writes and _is_undone(one, other):
@@ -57,12 +56,6 @@ def check_phases(phases: Sequence[Sequence[Exchange]]) -> None:
                 other,
                 "the same parts in all phases, or another label in each",
             )
-
-
-def _have_nothing_in_common(one: Parts, other: Parts) -> bool:
-    """Whether one takes the parameters that the other leaves out, by what they say."""
-    pairs = ((one.select, other.select), (other.select, one.select))
-    return any(mine is not None and theirs == Not(mine) for mine, theirs in pairs)
 
 
 def _declare_differently(one: Exchange, other: Exchange) -> bool:

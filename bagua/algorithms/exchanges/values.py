@@ -256,7 +256,7 @@ class Replace(Then):
 
     def check(self, what: What | None) -> None:
         """Refuse differences: they take the place of nothing."""
-        if what is None or what.has_anchor:
+        if what is None or "anchor" in what.reads:
             raise ConfigurationError(
                 "a difference takes the place of nothing", argument="then", expected="OuterStep(...)", seen=repr(self)
             )
