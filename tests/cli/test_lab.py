@@ -48,7 +48,7 @@ def test_links_are_read_and_written(text: str, link: LinkSettings) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "10", "10mb", "1bit", "10mbit,20", "10mbit,100%", "10mbit,-1%", "1.2.3mbit"]
+    "text", ["", "fast", "10", "10mb", "1bit", "10mbit,20", "10mbit,100%", "10mbit,-1%", "1.2.3mbit", "1mbit,61s"]
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|has no number"):
