@@ -121,7 +121,8 @@ class FailureFinder:
     def _timeout_error(self, elapsed_s: float, timeout_s: float, *, late: bool) -> CommunicationError:
         """What each rank raises when all know that a deadline passed: who is late, unless a rank has died."""
         found = self._mailbox.find_out(everyone=True)
-        known = None if found.cause is None or found.cause.kind == "timed out" else found.cause
+        told = found.cause is not None and found.cause.kind != "timed out" and found.cause.rank != self._global_rank
+        known = found.cause if told else None
         if known is not None or found.lost:
             problem = TimeoutError("the deadline passed")
             return lost_error(problem, found._replace(cause=known), self._global_rank, elapsed_s, timeout_s)
