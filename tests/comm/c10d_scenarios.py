@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from bagua.comm.communicator import Communicator
 from bagua.comm.store.serving import connect_store
 from bagua.comm.transports.c10d.transport import C10dTransport
-from tests.comm.c10d_ranks import membership
+from tests.comm.memory_ranks import membership
 
 BIG = 20_000_000
 DEADLINE_S = 1.5
@@ -35,14 +35,6 @@ def killed_in_the_middle(comm: Communicator) -> None:
     while True:
         comm.allreduce(tensor)
         tensor.fill_(1)
-
-
-def killed_while_others_wait(comm: Communicator) -> None:
-    """The last rank dies when all others wait for it."""
-    if comm.rank == comm.size - 1:
-        kill_soon(signal.SIGKILL)
-        time.sleep(60)
-    comm.barrier()
 
 
 def store_host_killed(comm: Communicator) -> None:
@@ -72,15 +64,6 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def stopped(comm: Communicator) -> None:
-    """The last rank is stopped."""
-    if comm.rank == comm.size - 1:
-        kill_soon(signal.SIGSTOP, 0.0)
-        time.sleep(60)
-    time.sleep(0.1)
-    comm.allreduce(torch.ones(3), timeout=DEADLINE_S)
 
 
 def stopped_host(comm: Communicator) -> None:
@@ -136,10 +119,15 @@ def late_writes(comm: Communicator, store: Store) -> None:
     comm.allreduce(tensor)
 
 
-def main(scenario: str, size: int, port: int, rank: int, own_store: bool) -> None:
+#: Rank 0 hosts the store itself.
+WITH_OWN_STORE = ("store_host_killed", "stopped_host", "first_to_notice_is_gone")
+
+
+def main(scenario: str) -> None:
     torch.set_num_threads(1)
-    store = connect_store(port, 20.0)
-    if own_store:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = connect_store(int(os.environ["MASTER_PORT"]), 20.0)
+    if scenario in WITH_OWN_STORE:
         if rank == 0:
             hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("hosted", str(hosted.port))
@@ -162,4 +150,4 @@ def main(scenario: str, size: int, port: int, rank: int, own_store: bool) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), bool(int(sys.argv[5])))
+    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Ranks that share memory, without groups: a communicator each, and calls with known results."""
+"""Ranks that are threads, without groups: a communicator each, and calls with known results."""
 
 from __future__ import annotations
 
@@ -11,33 +11,63 @@ from torch.distributed import HashStore
 
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.base import Membership, Transport
 from bagua.comm.transports.memory.line import Notice, rows
 from bagua.comm.transports.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
+from tests.contract.exercises import TENSOR_KINDS, CallSetting, perform
+
+
+def membership(store: Any, rank: int, size: int, timeout_s: float = 20.0, label: str = "test") -> Membership:
+    return Membership(store, rank, tuple(range(size)), (0,) * size, timeout_s, label=label)
 
 
 def run(
     size: int,
-    function: Callable[[Communicator], Any],
+    job: Callable[[Communicator], Any],
     *,
-    fault: FaultHook | None = None,
+    transport: Callable[[Membership], Transport] = ThreadsTransport,
     timeout_s: float = 10.0,
-    transport: type[ThreadsTransport] = ThreadsTransport,
+    fault: FaultHook | None = None,
     close: bool = True,
+    together: bool = False,
+    label: str = "world",
 ) -> list[Any]:
-    """What ``function`` returned or raised on each rank; None for a rank that hangs."""
+    """What ``job(communicator)`` returned or raised on each rank.
+
+    Args:
+        size: number of ranks.
+        job: what each of them does.
+        transport: makes the transport of a rank.
+        timeout_s: of calls, in seconds.
+        fault: is told of each step of a call on threads.
+        close: whether ranks close their communicators, unless they failed.
+        together: whether all of them begin, and close, when all have come so far, also those that failed.
+        label: name of the communicator.
+    """
     store, outcomes = HashStore(), [None] * size
+    came, ended = ([threading.Event() for _ in range(size)] for _ in range(2))
+
+    def meet(events: list[threading.Event], rank: int) -> None:
+        events[rank].set()
+        for event in events if together else ():
+            event.wait(30)
 
     def rank_main(rank: int) -> None:
-        membership = Membership(store, rank, tuple(range(size)), (0,) * size, timeout_s)
+        communicator = None
         try:
             with inject_fault(fault):
-                communicator = Communicator(transport(membership), timeout_s)
-            outcomes[rank] = function(communicator)
-            if close:
+                made = transport(membership(store, rank, size, timeout_s, label))
+            communicator = Communicator(made, timeout_s)
+            meet(came, rank)
+            outcomes[rank] = job(communicator)
+            if close and not together:
                 communicator.close()
         except BaseException as error:
             outcomes[rank] = error
+        came[rank].set()
+        meet(ended, rank)
+        if together and communicator is not None:
+            communicator.close()
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -143,115 +173,15 @@ def ramp(start: float, numel: int) -> torch.Tensor:
     return torch.arange(numel, dtype=torch.float32).remainder_(1000).add_(start)
 
 
-class Exercise:
-    """One kind of call with its inputs and its right result, both functions of the rank."""
-
-    def __init__(self, kind: str, numel: int) -> None:
-        self.kind, self.numel = kind, numel
-
-    def __repr__(self) -> str:
-        return f"{self.kind}-{self.numel}"
-
-    def call(self, comm: Communicator, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the call; the tensor that it wrote, and what should be in it."""
-        return getattr(self, "_" + self.kind)(comm, comm.rank, comm.size, self.numel, options)
-
-    def _allreduce(self, comm, rank, size, numel, options):
-        tensor = ramp(rank, numel)
-        _finish(comm.allreduce(tensor, **options))
-        return tensor, sum(ramp(other, numel) for other in range(size))
-
-    def _reduce(self, comm, rank, size, numel, options):
-        tensor = ramp(rank, numel)
-        _finish(comm.reduce(tensor, size - 1, **options))
-        total = sum(ramp(other, numel) for other in range(size))
-        return tensor, total if rank == size - 1 else ramp(rank, numel)
-
-    def _broadcast(self, comm, rank, size, numel, options):
-        tensor = ramp(10 * rank, numel)
-        _finish(comm.broadcast(tensor, size - 1, **options))
-        return tensor, ramp(10 * (size - 1), numel)
-
-    def _allgather(self, comm, rank, size, numel, options):
-        output = torch.full((size * numel,), -1.0)
-        _finish(comm.allgather(output, ramp(10 * rank, numel), **options))
-        return output, torch.cat([ramp(10 * other, numel) for other in range(size)])
-
-    def _gather(self, comm, rank, size, numel, options):
-        output = torch.full((size * numel,), -1.0) if rank == 0 else None
-        _finish(comm.gather(output, ramp(10 * rank, numel), 0, **options))
-        wanted = torch.cat([ramp(10 * other, numel) for other in range(size)])
-        return (torch.zeros(0), torch.zeros(0)) if output is None else (output, wanted)
-
-    def _scatter(self, comm, rank, size, numel, options):
-        source = torch.cat([ramp(10 * other, numel) for other in range(size)]) if rank == 0 else None
-        output = torch.full((numel,), -1.0)
-        _finish(comm.scatter(output, source, 0, **options))
-        return output, ramp(10 * rank, numel)
-
-    def _reduce_scatter(self, comm, rank, size, numel, options):
-        source = torch.cat([ramp(10 * other + rank, numel) for other in range(size)])
-        output = torch.full((numel,), -1.0)
-        _finish(comm.reduce_scatter(output, source, **options))
-        return output, sum(ramp(10 * rank + other, numel) for other in range(size))
-
-    def _alltoall(self, comm, rank, size, numel, options):
-        source = torch.cat([ramp(10 * rank + other, numel) for other in range(size)])
-        output = torch.full((size * numel,), -1.0)
-        _finish(comm.alltoall(output, source, **options))
-        return output, torch.cat([ramp(10 * other + rank, numel) for other in range(size)])
-
-    def _alltoall_v(self, comm, rank, size, numel, options):
-        def counts(sender: int) -> list[int]:
-            return [(numel * (sender + receiver)) // size for receiver in range(size)]
-
-        def part(sender: int, receiver: int) -> torch.Tensor:
-            return ramp(10 * sender + receiver, counts(sender)[receiver])
-
-        source = torch.cat([part(rank, other) for other in range(size)])
-        wanted = torch.cat([part(other, rank) for other in range(size)])
-        output = torch.full_like(wanted, -1.0)
-        received = [counts(other)[rank] for other in range(size)]
-        _finish(comm.alltoall_v(output, source, received, counts(rank), **options))
-        return output, wanted
-
-    def _sendrecv(self, comm, rank, size, numel, options):
-        output = torch.full((numel,), -1.0)
-        source, before, after = ramp(10 * rank, numel), (rank - 1) % size, (rank + 1) % size
-        _finish(comm.sendrecv(output, source, before, after, **options))
-        return output, ramp(10 * before, numel)
-
-    def _send_and_recv(self, comm, rank, size, numel, options):
-        """A chain: everyone receives from the rank before, then sends to the one after."""
-        tensor = ramp(0, numel) if rank == 0 else torch.full((numel,), -1.0)
-        if rank > 0:
-            _finish(comm.recv(tensor, rank - 1, **options))
-        if rank < size - 1:
-            _finish(comm.send(tensor, rank + 1, **options))
-        return tensor, ramp(0, numel)
-
-    def _barrier(self, comm, rank, size, numel, options):
-        _finish(comm.barrier(**options))
-        return torch.zeros(0), torch.zeros(0)
-
-
-def _finish(work: Any) -> None:
-    if work is not None:
-        work.wait()
-
-
-KINDS = (
-    "allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "reduce_scatter",
-    "alltoall", "alltoall_v", "sendrecv", "send_and_recv", "barrier",
-)  # fmt: skip
+KINDS = (*TENSOR_KINDS, "barrier")
 #: Copied when published, and lent.
 SMALL, LARGE = 7, 80_000
-EXERCISES = [Exercise(kind, numel) for kind in KINDS for numel in (SMALL, LARGE) if (kind, numel) != ("barrier", LARGE)]
+#: Kinds of calls with their sizes.
+CALLS = [(kind, numel) for kind in KINDS for numel in (SMALL, LARGE) if (kind, numel) != ("barrier", LARGE)]
 
 
-def agrees(exercise: Exercise, comm: Communicator, times: int = 1, **options: object) -> bool:
+def agrees(comm: Communicator, kind: str, numel: int, times: int = 1, **options: Any) -> bool:
     """Make the call so many times, and check each result."""
-    for _ in range(times):
-        seen, wanted = exercise.call(comm, **options)
-        assert torch.equal(seen, wanted), (exercise, comm.rank)
+    for number in range(times):
+        perform(kind, comm, CallSetting(shape=(numel,), root=comm.size - 1, seed=1 + number, options=options))
     return True

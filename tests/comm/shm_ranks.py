@@ -31,7 +31,7 @@ from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, CollectiveMismatchError, TransportUnavailableError
 from bagua.testing.ranks import this_rank
-from tests.comm.memory_ranks import KINDS, Exercise, ramp
+from tests.comm.memory_ranks import KINDS, agrees, ramp
 
 #: More than is copied into the control memory, and more than one staging area.
 LARGE, PIECES = 80_000, 3_000_000
@@ -66,8 +66,7 @@ def all_kinds(numels: tuple[int, ...]) -> None:
     for kind in KINDS:
         for numel in numels if kind != "barrier" else (0,):
             for async_op in (False, True):
-                seen, wanted = Exercise(kind, numel).call(comm, async_op=async_op)
-                assert torch.equal(seen, wanted), (kind, numel, async_op)
+                agrees(comm, kind, numel, async_op=async_op)
 
 
 def reduce_in_place(numel: int) -> bool:
@@ -319,21 +318,19 @@ def lose_a_rank_at_each_step(kind: str, numel: int, steps: int) -> list[tuple[st
     for hook in hooks:
         with inject_fault(hook if communicator().rank == 1 else None):
             comms.append(bagua.comm.get_default_group().duplicate().global_communicator)
-    exercise = Exercise(kind, numel)
     for comm, hook in zip(comms, hooks, strict=True):
-        exercise.call(comm)
+        agrees(comm, kind, numel)
         comm.barrier()
         hook.armed = True
     with ThreadPoolExecutor(steps) as threads:
-        return list(threads.map(lambda comm: call_until_a_loss(exercise, comm), comms))
+        return list(threads.map(lambda comm: call_until_a_loss(comm, kind, numel), comms))
 
 
-def call_until_a_loss(exercise: Exercise, comm: Communicator) -> tuple[str, tuple[int, ...], float]:
+def call_until_a_loss(comm: Communicator, kind: str, numel: int) -> tuple[str, tuple[int, ...], float]:
     try:
         while True:
             started = time.monotonic()
-            seen, wanted = exercise.call(comm)
-            assert torch.equal(seen, wanted)
+            agrees(comm, kind, numel)
             comm.barrier()
     except BaguaError as error:
         return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
@@ -375,23 +372,21 @@ class Straggler:
             peers._drop_gone()  # as a thread that waits for a message does at any time
 
 
-def read_what_has_left(kind: str, numel: int, barrier: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What rank 1 gets from a call after which rank 0 left at once."""
+def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
+    """A call of rank 1 after which rank 0 leaves at once."""
     straggler = Straggler(barrier)
     with inject_fault(straggler if communicator().rank == 1 else None):
         group = bagua.comm.get_default_group().duplicate()
     comm = group.global_communicator
-    exercise = Exercise(kind, numel)
-    exercise.call(comm)  # Now all memory is mapped.
+    agrees(comm, kind, numel)  # Now all memory is mapped.
     comm.barrier()
     if comm.rank == 0:
-        exercise.call(comm)
+        agrees(comm, kind, numel)
         group.close()
-        return None
+        return
     straggler.comm = comm
-    result = exercise.call(comm)
+    agrees(comm, kind, numel)
     assert straggler.barrier == 0, "the other rank left before that barrier, or never"
-    return result
 
 
 def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int]:
@@ -414,8 +409,7 @@ def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int
     try:
         while True:
             for kind, numel in kinds:
-                seen, wanted = Exercise(kind, numel).call(comm)
-                assert torch.equal(seen, wanted), (kind, numel)
+                agrees(comm, kind, numel)
     except BaguaError as error:
         now = time.monotonic()
         late_s = now - float(ends_at.get("killed"))

@@ -21,7 +21,7 @@ from bagua.comm.transports.c10d.monitor import Monitor, StreamWatch
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.failure.notices import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
-from tests.comm.c10d_ranks import membership
+from tests.comm.memory_ranks import membership
 
 
 class StreamWork:

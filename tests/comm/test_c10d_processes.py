@@ -4,60 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm.c10d_ranks import Processes
+from tests.launching import PATIENCE_S, launched
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 #: What C++ says when it kills the process at exit.
 LAST_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault")
+LOST = "PeerLostError peers=({},) soon=True lost rank {}: it {}"
+INTERRUPTED = {1: ("KeyboardInterrupt", "soon=True"), 0: (LOST.format(1, 1, "left"), "KeyboardInterrupt")}
+
+#: For each scenario of ``c10d_scenarios.py`` the number of ranks, and what those say that end by themselves.
+SCENARIOS = {
+    "killed_in_the_middle": (3, dict.fromkeys((0, 1), ("PeerLostError peers=(2,) soon=True",))),
+    "store_host_killed": (3, dict.fromkeys((1, 2), (LOST.format(0, 0, "ended"),))),
+    "first_to_notice_is_gone": (4, dict.fromkeys((0, 1, 2), ("PeerLostError peers=(3,)", "lost rank 3: it ended"))),
+    "stopped_host": (2, {1: ("CollectiveTimeoutError peers=(0,) soon=True",)}),
+    "interrupted": (2, INTERRUPTED),
+    "interrupted_in_a_message": (2, INTERRUPTED),
+    "late_writes": (2, {0: ("untouched True", "CollectiveTimeoutError")}),
+    "leaves_with_calls_under_way": (2, dict.fromkeys((0, 1), ("ready",))),
+}
 
 
-def ends_with(processes: Processes, rank: int, *words: str, status: int = 3) -> None:
-    """``rank`` ends by itself, in time, with ``status``, and says ``words``."""
-    code, output = processes.end(rank)
-    assert not any(last in output for last in LAST_WORDS), output
-    for word in words:
-        assert word in output, output
-    assert code == status, output
-
-
-@pytest.mark.parametrize("scenario", ["killed_in_the_middle", "killed_while_others_wait"])
-def test_survivors_name_a_killed_rank_soon(scenario: str) -> None:
-    with Processes(scenario, 3) as processes:
-        for survivor in (0, 1):
-            ends_with(processes, survivor, "PeerLostError peers=(2,) soon=True")
-
-
-def test_the_host_of_the_store_is_killed() -> None:
-    with Processes("store_host_killed", 3, own_store=True) as processes:
-        for survivor in (1, 2):
-            ends_with(processes, survivor, "PeerLostError peers=(0,) soon=True", "lost rank 0: it ended")
-
-
-def test_a_stopped_rank_times_the_others_out() -> None:
-    with Processes("stopped", 3) as processes:
-        for survivor in (0, 1):
-            ends_with(processes, survivor, "CollectiveTimeoutError peers=(2,) soon=True")
-
-
-def test_a_stopped_host_of_the_store_holds_nobody() -> None:
-    with Processes("stopped_host", 2, own_store=True) as processes:
-        ends_with(processes, 1, "CollectiveTimeoutError peers=(0,) soon=True")
-
-
-@pytest.mark.parametrize("scenario", ["interrupted", "interrupted_in_a_message"])
-def test_an_interrupt_breaks_the_communicator_with_a_reason(scenario: str) -> None:
-    with Processes(scenario, 2) as processes:
-        ends_with(processes, 1, "KeyboardInterrupt", "soon=True")
-        ends_with(processes, 0, "PeerLostError peers=(1,) soon=True", "lost rank 1: it left", "KeyboardInterrupt")
-
-
-def test_a_process_ends_well_with_calls_under_way() -> None:
-    with Processes("leaves_with_calls_under_way", 2) as processes:
-        ends_with(processes, 0, "ready", status=0)
-        ends_with(processes, 1, "ready", status=0)
-
-
-def test_a_call_that_timed_out_leaves_the_tensor_alone() -> None:
-    with Processes("late_writes", 2) as processes:
-        ends_with(processes, 0, "untouched True", "CollectiveTimeoutError")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_end_by_themselves_in_time_and_say_why(scenario: str) -> None:
+    size, expected = SCENARIOS[scenario]
+    with launched(size, "-m", "tests.comm.c10d_scenarios", scenario) as ranks:
+        for rank, words in expected.items():
+            output, _ = ranks[rank].communicate(timeout=PATIENCE_S)
+            assert not any(last in output for last in LAST_WORDS), output
+            assert all(word in output for word in words), output
+            assert ranks[rank].returncode == (0 if scenario == "leaves_with_calls_under_way" else 3), output

@@ -1,165 +1,167 @@
-"""Whoever dies is named by all survivors, and nobody else is: on every transport, in groups, and late."""
+"""Whoever dies is named by all survivors, and nobody else is: on every transport, and at moments of all kinds.
+
+The contract of transports lets a rank die in each kind of call. Here each rank dies once, on several hosts, too.
+"""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import bagua.comm
-from bagua.comm import ReduceOp
-from bagua.errors import BaguaError, PeerLostError
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks
-from tests.comm.c10d_ranks import Processes
-from tests.contract.failures import die_last
+from bagua.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.comm import Communicator, ReduceOp
+from bagua.errors import PeerLostError
+from bagua.parallel.data_parallel import DistributedDataParallel
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks, die
+from tests.contract.failures import die_last, say, wait_until_said
+from tests.contract.transports import check_the_dead
 
 SIZE = 4
 #: Backend, and how many ranks believe to be on each host.
 PLACES = [
-    pytest.param("threads", [4], marks=pytest.mark.threads),
-    pytest.param("shm", [4], marks=pytest.mark.shm),
-    pytest.param("gloo", [4], marks=pytest.mark.gloo),
-    pytest.param("gloo", [2, 2], marks=pytest.mark.gloo),
-    pytest.param("hybrid", [2, 2], marks=pytest.mark.hybrid),
-    pytest.param("hybrid", [1, 3], marks=pytest.mark.hybrid),
-]
+    ("threads", [4]), ("threads", [2, 2]), ("shm", [4]),
+    ("gloo", [4]), ("gloo", [2, 2]), ("hybrid", [2, 2]), ("hybrid", [1, 3]),
+]  # fmt: skip
+ALGORITHMS = {
+    "allreduce": GradientAllReduceAlgorithm(),
+    "hierarchical allreduce": GradientAllReduceAlgorithm(hierarchical=True),
+    "hierarchical bytegrad": ByteGradAlgorithm(hierarchical=True),
+}
 
 
 def pool(backend: str) -> RankPool:
     return ThreadRanks(SIZE) if backend == "threads" else ProcessRanks(SIZE, backend=backend)
 
 
-def lost_in(call: object) -> PeerLostError:
-    """The error that ``call`` raises."""
-    try:
-        call()  # type: ignore[operator]
-    except PeerLostError as error:
-        return error
-    raise AssertionError("nobody was lost")
-
-
-def calls_until_one_is_lost(comm: bagua.comm.Communicator, numel: int) -> PeerLostError:
+def calls_until_one_is_lost(comm: Communicator, numel: int = 3) -> PeerLostError:
     """The survivors' error: of the first call without the victim, or of the next one."""
-
-    def calls() -> None:
+    with pytest.raises(PeerLostError) as caught:
         for _ in range(2):
             comm.allreduce(torch.ones(numel), ReduceOp.AVG)
+    return caught.value
 
-    return lost_in(calls)
 
-
-def lose(victim: int, numel: int) -> PeerLostError:
+def in_a_call(victim: int, numel: int) -> PeerLostError:
     comm = bagua.comm.get_default_group().global_communicator
     comm.allreduce(torch.ones(numel))
     die_last(comm.rank == victim, SIZE - 1)
     return calls_until_one_is_lost(comm, numel)
 
 
-def check(error: BaguaError, victim: int, rank: int) -> None:
-    assert error.peers == (victim,), f"rank {rank}: {error}"
-    assert error.silent == (), f"rank {rank}: {error}"
-    assert error.rank == rank
-    assert str(error).count("lost rank") == 1, str(error)
-    assert f"lost rank {victim}: it " in str(error)
+def in_a_step(victim: int, algorithm: str) -> PeerLostError:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), algorithm=ALGORITHMS[algorithm])
+    for step in range(6):
+        if step == 3 and bagua.comm.get_rank() == victim:
+            die()
+        try:
+            model(torch.ones(1, 8)).sum().backward()
+        except PeerLostError as error:
+            assert step in (2, 3, 4), "the step before may hear of the death, or the one after"
+            return error
+    raise AssertionError("nobody was lost")
 
 
-@pytest.mark.parametrize("numel", [3, 300_000])
-@pytest.mark.parametrize(("backend", "hosts"), PLACES)
-def test_each_rank_dies_once_and_all_survivors_name_it(backend: str, hosts: list[int], numel: int) -> None:
-    for victim in range(SIZE):
-        outcomes = pool(backend).outcomes(lose, victim, numel, size=SIZE, hosts=hosts)
-        for rank in set(range(SIZE)) - {victim}:
-            assert outcomes[rank].error is None, outcomes[rank].trace
-            check(outcomes[rank].value, victim, rank)
-
-
-def lose_in_a_group() -> PeerLostError | None:
+def in_a_group(victim: int) -> PeerLostError | None:
     """Ranks of the group count from 0; its errors name global ranks."""
     group = bagua.comm.new_group([1, 2, 3])
     if not group:
         return None
     group.global_communicator.barrier()
-    die_last(group.rank == 2, 2)
-    error = calls_until_one_is_lost(group.global_communicator, 3)
+    die_last(bagua.comm.get_rank() == victim, 2)
+    error = calls_until_one_is_lost(group.global_communicator)
     assert f"of communicator {group.label}" in str(error)
     return error
 
 
-@pytest.mark.parametrize(("backend", "hosts"), PLACES[:3])
-def test_errors_of_a_group_name_global_ranks(backend: str, hosts: list[int]) -> None:
-    outcomes = pool(backend).outcomes(lose_in_a_group, size=SIZE, hosts=hosts)
-    for rank in (1, 2):
-        assert outcomes[rank].error is None, outcomes[rank].trace
-        check(outcomes[rank].value, 3, rank)
-
-
-def abort_for_another_rank() -> PeerLostError | None:
-    group = bagua.comm.get_default_group()
-    if group.rank == 0:
-        group.abort("it is on fire", culprit=3)
-        return None
-    return lost_in(group.global_communicator.barrier)
-
-
-@pytest.mark.parametrize(("backend", "hosts"), PLACES)
-def test_who_aborts_can_blame_another_rank(backend: str, hosts: list[int]) -> None:
-    outcomes = pool(backend).outcomes(abort_for_another_rank, size=SIZE, hosts=hosts)
-    for rank in (1, 2):
-        assert outcomes[rank].value.problem == "lost rank 3: it is on fire"
-    # The one that is blamed learns who gave it up.
-    assert outcomes[3].value.problem == "lost rank 0: it gave up rank 3: it is on fire"
-
-
-def wait_for_the_busy_one(directory: str) -> PeerLostError:
-    """Rank 2 dies; rank 1 comes when rank 0 has got its error already."""
+def while_one_is_busy(victim: int) -> PeerLostError:
+    """Rank 1 comes when rank 0 has got its error already."""
     comm = bagua.comm.get_default_group().global_communicator
     comm.barrier()
-    die_last(comm.rank == 2, 2)
-    told = Path(directory) / "told"
-    until = time.monotonic() + 60
-    while comm.rank == 1 and not told.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    error = calls_until_one_is_lost(comm, 3)
-    told.touch()
+    die_last(comm.rank == victim, SIZE - 1)
+    if comm.rank == 1:
+        wait_until_said("told", 1)
+    error = calls_until_one_is_lost(comm)
+    say("told")
     return error
 
 
-@pytest.mark.parametrize(("backend", "hosts"), PLACES[:3])
-def test_who_is_busy_is_not_lost(backend: str, hosts: list[int], tmp_path: Path) -> None:
-    outcomes = pool(backend).outcomes(wait_for_the_busy_one, str(tmp_path), size=3, hosts=[3])
-    for rank in (0, 1):
-        assert outcomes[rank].error is None, outcomes[rank].trace
-        check(outcomes[rank].value, 2, rank)
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_the_first_to_notice_hosts_the_store_and_is_gone_when_the_others_come() -> None:
-    with Processes("first_to_notice_is_gone", 4, own_store=True) as processes:
-        for survivor in (0, 1, 2):
-            code, output = processes.end(survivor)
-            assert "PeerLostError peers=(3,)" in output, output
-            assert "lost rank 3: it ended" in output, output
-            assert code == 3
-
-
-def lose_inside_a_host() -> PeerLostError | None:
-    """Rank 0 dies. Ranks 1 and 3 notice, and leave; rank 2 waits for rank 3 inside its host."""
+def inside_a_host(victim: int) -> PeerLostError | None:
+    """All others but rank 2 notice, and leave; it waits for one of them inside its host."""
     group = bagua.comm.get_default_group().duplicate()
     group.global_communicator.barrier()
-    die_last(group.rank == 0, 3)
+    die_last(group.rank == victim, SIZE - 1)
     if group.rank == 2:
-        return calls_until_one_is_lost(group.intra_node_communicator, 3)
-    lost_in(group.global_communicator.barrier)
+        return calls_until_one_is_lost(group.intra_node_communicator)
+    with pytest.raises(PeerLostError):
+        group.global_communicator.barrier()
     group.close()
     return None
 
 
-@pytest.mark.parametrize(("backend", "hosts"), [PLACES[0], PLACES[2]])
-def test_who_leaves_for_the_loss_of_another_rank_is_not_named(backend: str, hosts: list[int]) -> None:
-    outcomes = pool(backend).outcomes(lose_inside_a_host, size=SIZE, hosts=[2, 2])
-    assert outcomes[2].error is None, outcomes[2].trace
-    check(outcomes[2].value, 0, 2)
+class Moment(NamedTuple):
+    """When ranks die.
+
+    Attributes:
+        function: gives the error of a survivor, or None; gets the victim, and the arguments.
+        arguments: more of its arguments.
+        victims: ranks of which one dies at a time.
+        hosts: only on these.
+        told: ranks whose error is looked at; by default all that survive.
+    """
+
+    function: Callable[..., PeerLostError | None]
+    arguments: tuple[object, ...] = ()
+    victims: Sequence[int] = range(SIZE)
+    hosts: Sequence[list[int]] = ([4], [2, 2], [1, 3])
+    told: Sequence[int] = range(SIZE)
+
+
+MOMENTS = {
+    "a small call": Moment(in_a_call, (3,)),
+    "a large call": Moment(in_a_call, (300_000,)),
+    "a group": Moment(in_a_group, victims=[3], hosts=[[4]], told=[1, 2]),
+    "while one is busy": Moment(while_one_is_busy, victims=[2], hosts=[[4]]),
+    "inside a host": Moment(inside_a_host, victims=[0], hosts=[[2, 2]], told=[2]),
+    **{f"a step with {name}": Moment(in_a_step, (name,), hosts=[[4], [2, 2]]) for name in ALGORITHMS},
+}
+
+
+def case(backend: str, hosts: list[int], *more: str) -> object:
+    name = " ".join([backend, str(hosts), *more])
+    return pytest.param(backend, hosts, *more, marks=getattr(pytest.mark, backend), id=name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "moment"),
+    [case(*place, name) for place in PLACES for name, moment in MOMENTS.items() if place[1] in moment.hosts],
+)
+def test_all_survivors_name_the_rank_that_died(backend: str, hosts: list[int], moment: str) -> None:
+    when = MOMENTS[moment]
+    for victim in when.victims:
+        outcomes = pool(backend).outcomes(when.function, victim, *when.arguments, size=SIZE, hosts=hosts)
+        for rank in {*when.told} - {victim}:
+            assert outcomes[rank].error is None, outcomes[rank].trace
+            check_the_dead(outcomes[rank].value, victim, rank)
+
+
+def abort_for_another_rank() -> str | None:
+    group = bagua.comm.get_default_group()
+    if group.rank == 0:
+        group.abort("it is on fire", culprit=3)
+        return None
+    with pytest.raises(PeerLostError) as caught:
+        group.global_communicator.barrier()
+    return caught.value.problem
+
+
+@pytest.mark.parametrize(("backend", "hosts"), [case(*place) for place in PLACES])
+def test_who_aborts_can_blame_another_rank(backend: str, hosts: list[int]) -> None:
+    _, *told, blamed = pool(backend).run(abort_for_another_rank, size=SIZE, hosts=hosts)
+    assert told == ["lost rank 3: it is on fire"] * 2
+    # The one that is blamed learns who gave it up.
+    assert blamed == "lost rank 0: it gave up rank 3: it is on fire"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,44 +16,14 @@ from bagua.comm import solo_group
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import Family, family
-from bagua.comm.store.serving import serve_store
 from bagua.comm.transports.c10d.sockets import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
-from tests.comm.c10d_ranks import ROOT, run, values
-from tests.interpreters import interpreter
+from tests.comm.c10d_ranks import run
+from tests.comm.memory_ranks import values
+from tests.launching import PATIENCE_S, launched
 
+PROGRAM = ("-m", "tests.comm.fork_programs")
 BACKENDS = [pytest.param("gloo", marks=pytest.mark.gloo), pytest.param("shm", marks=pytest.mark.shm)]
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks of ``fork_programs.py``."""
-    store, port = serve_store()
-    launched = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": "2",
-    }
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            process = subprocess.Popen(
-                [*interpreter(), "-m", "tests.comm.fork_programs", *arguments],
-                env={**os.environ, **launched, "RANK": str(rank)},
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            ranks.append(process)
-        yield ranks
-    del store
 
 
 #: What a child does and says; then how it ends, and what the calls of its parent give that were under way.
@@ -76,8 +44,8 @@ CHILDREN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_children_end_and_their_parents_go_on(backend: str) -> None:
-    with started(backend, "children", *CHILDREN) as ranks:
-        said, _ = (rank.communicate(timeout=240)[0] for rank in ranks)
+    with launched(2, *PROGRAM, backend, "children", *CHILDREN) as ranks:
+        said, _ = (rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks)
     for child, (word, status) in CHILDREN.items():
         before, end, said = said.partition(f"{child} {status}, parent 4.0 5.0\n")
         assert end, before
@@ -88,8 +56,8 @@ def test_children_end_and_their_parents_go_on(backend: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_child_takes_no_part_in_averaging() -> None:
-    with started("gloo", "averaging") as ranks:
-        first, second = (rank.communicate(timeout=240)[0] for rank in ranks)
+    with launched(2, *PROGRAM, "gloo", "averaging") as ranks:
+        first, second = (rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks)
     assert first == "refused True\nstatus 0\nparents together True\n"
     assert second == "parents together True\n"
 
@@ -99,8 +67,8 @@ def test_a_child_takes_no_part_in_averaging() -> None:
 @pytest.mark.parametrize("how", ["killed", "replaced"])
 def test_an_heir_does_not_keep_connections_open(how: str) -> None:
     """Rank 0 hears of it by its connection; the deadline would be a CollectiveTimeoutError."""
-    with started("gloo", "heir", how) as (survivor, _):
-        output, _ = survivor.communicate(timeout=240)
+    with launched(2, *PROGRAM, "gloo", "heir", how) as (survivor, _):
+        output, _ = survivor.communicate(timeout=PATIENCE_S)
     assert output.splitlines()[-1] == "PeerLostError", output
 
 

@@ -29,16 +29,11 @@ from bagua.errors import (
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import this_rank
 from tests.interpreters import interpreter
+from tests.launching import ends, free_port, launched
 
 #: Ranks that do not initialize by themselves.
 THREADS = ThreadRanks(4, backend=None)
 PROCESSES = ProcessRanks(3, backend=None)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def total():
@@ -499,27 +494,8 @@ FORGETFUL = """
 )
 def test_processes_that_forget_to_destroy_end_well(ending):
     script = textwrap.dedent(FORGETFUL.format(arguments="backend='gloo', timeout=20", ending=ending))
-    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*interpreter(), "-c", script],
-            env={**os.environ, **launched, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=240)
-            assert output.strip() == "[4.0, 4.0, 4.0]", errors
-            assert errors == ""
-            assert process.returncode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with launched(2, "-c", script, port=free_port()) as ranks:
+        assert ends(ranks) == [(0, "[4.0, 4.0, 4.0]\n")] * 2
 
 
 @pytest.mark.solo

@@ -125,7 +125,7 @@ def join_torch(programs, port, hosts):
 
 
 @pytest.mark.shm
-@pytest.mark.parametrize("hosts", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
 def test_dealt_programs_through_the_torch_backend(hosts):
     store, port = serve_store()
     programs = dealt(12, ("torch",), sizes=(sum(hosts),), hosts={sum(hosts): [hosts]})

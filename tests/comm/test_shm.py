@@ -6,7 +6,6 @@ import os
 import time
 
 import pytest
-import torch
 from hypothesis import settings
 
 from bagua.comm.store.serving import serve_store
@@ -26,10 +25,6 @@ def test_small_areas(size: int, area_bytes: str) -> None:
     """Data that passes in many pieces."""
     pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": area_bytes})
     pool.run(shm_ranks.all_kinds, (0, 1, 100_000))
-
-
-def test_large_data(shm_pool) -> None:
-    shm_pool.run(shm_ranks.all_kinds, (shm_ranks.PIECES,), size=3)
 
 
 @pytest.mark.parametrize("numel", [shm_ranks.LARGE, shm_ranks.PIECES])
@@ -117,8 +112,7 @@ def test_a_rank_that_becomes_another_program_is_lost(shm_pool) -> None:
 def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(
     shm_pool, kind: str, numel: int, barrier: int
 ) -> None:
-    _, (seen, wanted) = shm_pool.run(shm_ranks.read_what_has_left, kind, numel, barrier, size=2)
-    assert torch.equal(seen, wanted)
+    shm_pool.run(shm_ranks.read_what_has_left, kind, numel, barrier, size=2)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])

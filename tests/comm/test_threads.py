@@ -14,16 +14,11 @@ from torch.distributed import HashStore
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports import threads
-from bagua.comm.transports.base import Membership
 from bagua.comm.transports.threads import RankKilled, Step, ThreadsTransport, inject_fault
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
-from tests.comm.memory_ranks import run, values
+from tests.comm.memory_ranks import membership, run, values
 
 pytestmark = pytest.mark.threads
-
-
-def membership(store: HashStore, rank: int, size: int, timeout_s: float = 5.0) -> Membership:
-    return Membership(store, rank, tuple(range(size)), (0,) * size, timeout_s)
 
 
 def test_a_rank_in_another_process_is_refused_by_itself() -> None:
@@ -124,19 +119,6 @@ def test_a_rank_lives_while_the_thread_that_built_it_does() -> None:
     assert values(run(2, job)) == [None, None]
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_tensors_of_inference_mode(async_op: bool) -> None:
-    def job(comm: Communicator) -> float:
-        with torch.inference_mode():
-            tensor = torch.ones(3)
-        work = comm.allreduce(tensor, async_op=async_op)
-        if work is not None:
-            work.wait()
-        return tensor.sum().item()
-
-    assert values(run(2, job)) == [6.0, 6.0]
-
-
 def test_closing_leaves_nothing_behind() -> None:
     """No thread, and neither the world nor a tensor that went through it stays alive."""
     before, others = threading.active_count(), set(threads._worlds)
@@ -217,26 +199,10 @@ def test_the_fault_hook_ends_with_its_context() -> None:
     assert values(run(2, lambda comm: comm.barrier())) == [None, None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex128, torch.int16])
-@pytest.mark.parametrize("numel", [0, 3, 100_000])
-def test_dtypes_that_are_only_copied(dtype: torch.dtype, numel: int) -> None:
-    def job(comm: Communicator) -> bool:
-        def of(rank: int) -> torch.Tensor:
-            return torch.arange(numel).add(rank).remainder(5).to(dtype)
+def test_a_message_to_oneself_arrives() -> None:
+    def job(comm: Communicator) -> list[float]:
+        received = torch.zeros(3)
+        comm.sendrecv(received, torch.full((3,), comm.rank + 1.0), comm.rank, comm.rank)
+        return received.tolist()
 
-        def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-            return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-        gathered = torch.empty(2 * numel, dtype=dtype)
-        comm.allgather(gathered, of(comm.rank))
-        tensor = of(comm.rank)
-        comm.broadcast(tensor, 1)
-        received = torch.empty_like(tensor)
-        comm.sendrecv(received, of(comm.rank), 1 - comm.rank, 1 - comm.rank)
-        own = torch.empty_like(tensor)
-        comm.sendrecv(own, of(7), comm.rank, comm.rank)
-        wanted = torch.cat([of(0), of(1)])
-        checks = [(gathered, wanted), (tensor, of(1)), (received, of(1 - comm.rank)), (own, of(7))]
-        return all(same(*check) for check in checks)
-
-    assert values(run(2, job)) == [True, True]
+    assert values(run(2, job)) == [[1.0] * 3, [2.0] * 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +11,8 @@ from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks
+from tests.launching import ends, launched
 from tests.versions import TORCH, needs
-
-REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.shm
 
@@ -33,7 +30,7 @@ def port():
 
 
 @pytest.mark.parametrize(("nodes", "transport"), [((0, 0), "shm"), ((0, 1), "gloo"), ((0, 0, 1), "hybrid")])
-def test_every_collective_of_torch(pool: ProcessRanks, port: int, nodes: tuple[int, ...], transport: str) -> None:
+def test_calls_of_torch_and_their_works(pool: ProcessRanks, port: int, nodes: tuple[int, ...], transport: str) -> None:
     pool.run(ranks.collectives, port, nodes, transport, size=len(nodes))
 
 
@@ -78,32 +75,9 @@ def test_a_backend_that_torch_would_drop_is_refused(pool: ProcessRanks) -> None:
     pool.run(ranks.mixed_strings, size=1)
 
 
-def test_processes_end_well_whatever_they_leave_open(port: int) -> None:
+def test_processes_end_well_whatever_they_leave_open() -> None:
     """Each rank ends in another way: nothing is destroyed, or all of it, in an odd order."""
-    launched = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns of the call that nobody waits for
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, "-W", "error", "-m", "tests.comm.torch_backend_exits"]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **launched, "RANK": str(rank)},
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert outputs == ["at the end\n"] * 2
-    assert [process.returncode for process in processes] == [0, 0]
+    python = (sys.executable, "-W", "error")
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # Torch warns of the call that nobody waits for.
+    with launched(2, "-m", "tests.comm.torch_backend_exits", python=python, **quiet) as ranks:
+        assert ends(ranks) == [(0, "at the end\n")] * 2

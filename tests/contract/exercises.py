@@ -6,6 +6,7 @@ asynchronous; with a rank that is late, dead, or does something else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -225,8 +226,9 @@ def _alltoall(comm: Communicator, s: CallSetting) -> Exercise:
 
 
 def _alltoall_v(comm: Communicator, s: CallSetting) -> Exercise:
-    """Shares of 0 to 3 elements, so that some ranks send nothing to some."""
-    counts = [[(i + 2 * j + s.seed) % 4 if s.shape != (0,) else 0 for j in range(comm.size)] for i in range(comm.size)]
+    """Shares of none, one, two and three thirds of the elements, so that some ranks send nothing to some."""
+    numel = math.prod(s.shape)
+    counts = [[(i + 2 * j + s.seed) % 4 * numel // 3 for j in range(comm.size)] for i in range(comm.size)]
     inputs = [replace(s, shape=(sum(row),)).own(rank) for rank, row in enumerate(counts)]
     from_each = [row[comm.rank] for row in counts]
     output, tensor = s.room((sum(from_each),), comm), s.place(inputs[comm.rank], comm)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import pytest
 
 from bagua.errors import (
+    BaguaError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
@@ -77,6 +78,13 @@ def _on_most_ranks(function: Callable[..., Any], *needs: str) -> _Test:
     return test
 
 
+def check_the_dead(error: BaguaError, lost: int, rank: int) -> None:
+    """The error of ``rank`` names the rank that was lost, once, and no other one."""
+    assert isinstance(error, PeerLostError), f"rank {rank} got {error!r}"
+    assert (error.peers, error.silent, error.rank) == ((lost,), (), rank), f"rank {rank} got {error!r}"
+    assert str(error).count("lost rank") == str(error).count(f"lost rank {lost}: it ") == 1, str(error)
+
+
 class TransportContract:
     """Every promise of a transport; what a transport declares about itself decides which of them are tested.
 
@@ -87,6 +95,8 @@ class TransportContract:
         adds_in_float32: sums of 16-bit floats are accumulated in float32 by this project.
         keeps_apart: calls on two communicators may be issued in different orders on
             different ranks.
+        names_the_dead: a rank that dies is named by all others; elsewhere they may only time out.
+        names_the_late: a timeout names the rank that did not come, and no other one.
         receives_from_any: ``recv_any`` works.
         matches_in_order: a message goes to the receive that was started first, also where one takes any sender.
         blocks_host: ``wait`` returns when the result is there, not when a stream will see it.
@@ -101,6 +111,8 @@ class TransportContract:
     receives_from_any: ClassVar[bool] = True
     matches_in_order: ClassVar[bool] = True
     blocks_host: ClassVar[bool] = True
+    names_the_dead: ClassVar[bool] = True
+    names_the_late: ClassVar[bool] = True
     deadline_s: ClassVar[float] = 0.6
 
     @pytest.fixture
@@ -188,9 +200,12 @@ class TransportContract:
     @pytest.mark.parametrize("kind", [*failures.NEEDS_EVERYONE, *failures.NEEDS_SOME])
     def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
         self.need("can_lose_ranks")
-        outcomes = pool.outcomes(failures.lose_a_rank, kind, "die", self.deadline_s, size=self.size)
+        deadline_s = failures.PATIENT_S if self.names_the_dead else self.deadline_s
+        outcomes = pool.outcomes(failures.lose_a_rank, kind, "die", deadline_s, size=self.size)
         for outcome in self.survivors(outcomes, failures.CULPRIT):
             self.check_loss(outcome.rank, outcome.value)
+            if self.names_the_dead:
+                check_the_dead(outcome.value[0].error, failures.CULPRIT, outcome.rank)
 
     @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
     def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
@@ -200,7 +215,9 @@ class TransportContract:
         for outcome in survivors:
             self.check_loss(outcome.rank, outcome.value)
         errors = [outcome.value[0].error for outcome in survivors]
-        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+        late = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
+        assert late, errors
+        assert not self.names_the_late or {error.peers for error in late} == {(failures.CULPRIT,)}, late
 
     def check_loss(self, rank: int, value: tuple[failures.Caught, failures.Caught]) -> None:
         """In time, of the right kind, with facts; then refused at once."""
@@ -234,6 +251,7 @@ class TransportContract:
             assert "allreduce(3 x float64, sum)" in str(error.call)
             assert error.rank in range(self.size)
             assert error.timeout_s == self.deadline_s
+            assert error.peers == (failures.CULPRIT,) or not self.names_the_late, f"{error!r}"
             assert error.elapsed_s is not None
             assert "broadcast" in error.history[0]
             for fact in ("#4", "allreduce", "broadcast", "barrier", f"{self.deadline_s}"):
@@ -245,7 +263,7 @@ class TransportContract:
         for rank, (error, seconds) in enumerate(found):
             assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
             assert seconds < failures.SOON_S, f"rank {rank} waited {seconds:.1f} s"
-        assert isinstance(found[0][0], CollectiveTimeoutError)
+        assert isinstance(found[0][0], CollectiveTimeoutError), repr(found[0][0]) + str(found[0][0])
         told = [error for error, _ in found[1:] if isinstance(error, PeerLostError)]
         assert told, f"no rank lost a peer: {found}"
         assert any(0 in error.peers and "rank 0" in str(error) for error in told), told
@@ -256,9 +274,9 @@ class TransportContract:
         for rank, (error, seconds) in enumerate(found):
             assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
             assert seconds < failures.SOON_S, f"rank {rank} waited {seconds:.1f} s"
-        others = [error for rank, (error, _) in enumerate(found) if rank not in (0, failures.CULPRIT)]
-        for error in others:
-            assert isinstance(error, PeerLostError), f"{error!r}"
+        for rank in {*range(self.size)} - {failures.CULPRIT}:
+            error = found[rank].error
+            assert isinstance(error, PeerLostError if rank else CommunicatorClosedError), f"{error!r}"
             assert "because of this test" in str(error), str(error)
 
     def test_errors_of_works(self, pool: RankPool) -> None:
@@ -286,8 +304,8 @@ class TransportContract:
             theirs = found[failures.CULPRIT if rank != failures.CULPRIT else 0][1]
             assert others in expected, f"rank {rank} does not know what it asked for: {error}"
             assert theirs in seen, f"rank {rank} does not name the other side: {error}"
-            assert error.peers, f"rank {rank} names no rank: {error}"
-            assert rank not in error.peers
+            odd = {failures.CULPRIT} if rank != failures.CULPRIT else {*range(self.size)} - {rank}
+            assert error.peers == tuple(odd), f"rank {rank} names others: {error}"
 
     @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
@@ -295,10 +313,17 @@ class TransportContract:
         seen_at_once = way != "message_against_collective"
         deadline_s = disagreements.CALM_S if seen_at_once else self.deadline_s
         errors = pool.run(disagreements.disagree_in_pairs, way, deadline_s, size=self.size)
-        for rank in (0, failures.CULPRIT):
-            assert isinstance(errors[rank], CommunicationError), f"rank {rank} got {errors[rank]!r}"
-        if seen_at_once:
-            assert any(isinstance(error, CollectiveMismatchError) for error in errors[:2]), errors
+        receives, sends = errors[0], errors[failures.CULPRIT]
+        kind = CollectiveMismatchError if seen_at_once else CommunicationError
+        for error in (receives, sends):
+            assert isinstance(error, kind), f"{error!r}"
+        if way == "counts":
+            assert "sends 4 elements to rank 0" in f"{receives} {sends}"
+            assert "expects 3" in f"{receives} {sends}"
+        elif seen_at_once:
+            for error, own, other in ((receives, "recv(4 x float32", "send("), (sends, "send(", "recv(4 x float32")):
+                assert own in str(error.expected), f"{error!r}"
+                assert other in str(error.seen), f"{error!r}"
 
     # Objects from rank to rank, and what a communicator remembers of its calls.
 

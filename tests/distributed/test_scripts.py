@@ -8,8 +8,10 @@ import torch
 
 from bagua.comm.store.serving import serve_store
 from tests.distributed.ranks import SCRIPTS, run_all_in_both
-from tests.parallel.scripts import start_scripts
+from tests.launching import ends, launched
 
+#: The store is there already.
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
@@ -47,17 +49,9 @@ def test_a_whole_program_meets_where_torch_would(meeting, tmp_path):
     store, port = serve_store()
     place = {"env": "env", "file": f"file://{tmp_path}/meeting", "tcp": f"tcp://127.0.0.1:{port}"}[meeting]
     text = "\n".join(line[4:] for line in WHOLE_PROGRAM.splitlines())
-    processes = start_scripts(text, [f"{rank} {place}" for rank in range(2)], port, by_agent=True)
-    try:
-        answers = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with launched(2, "-c", text, each=[f"{rank} {place}" for rank in range(2)], port=port, **AGENT) as ranks:
+        assert ends(ranks) == [(0, "gloo -1 [1.0, 1.0] 0\n"), (0, "gloo 0 [1.0, 1.0] 1\n")]
     del store
-    assert [(answer[0].strip(), process.returncode) for answer, process in zip(answers, processes, strict=True)] == [
-        ("gloo -1 [1.0, 1.0] 0", 0),
-        ("gloo 0 [1.0, 1.0] 1", 0),
-    ], answers
 
 
 def test_the_import_alone_starts_nothing():

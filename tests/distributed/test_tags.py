@@ -39,54 +39,31 @@ def test_messages_are_matched_by_their_tags(ranks):
     assert found == [[3.0, 3.0], [2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
 
 
-def receive_from_anybody():
+def receive_from_anybody(tag):
     """Rank 2 collects what others send, in the order in which it comes; in a group, with global ranks."""
     rank, group = dist.get_rank(), dist.new_group([1, 2, 3])
     if rank in (1, 3):
-        dist.send(torch.tensor([rank], dtype=torch.int16), 2, group, tag=7)
-        dist.send(torch.tensor([10 * rank], dtype=torch.int16), 2, group, tag=7)
+        dist.send(torch.tensor([rank], dtype=torch.int16), 2, group, **tag)
+        dist.send(torch.tensor([10 * rank], dtype=torch.int16), 2, group, **tag)
     found = []
     if rank == 2:
         tensor = torch.empty(1, dtype=torch.int16)
-        found = [(dist.recv(tensor, None, group, tag=7), tensor.item()) for _ in range(3)]
-        work = dist.irecv(tensor, None, group, tag=7)
+        found = [(dist.recv(tensor, None, group, **tag), tensor.item()) for _ in range(3)]
+        work = dist.irecv(tensor, None, group, **tag)
         assert work is not None
         work.wait()
         found.append((dist.get_global_rank(group, work._source_rank()), tensor.item()))
-    assert dist.recv(torch.empty(1), None, group, tag=7) == -1 if rank == 0 else True
+    assert dist.recv(torch.empty(1), None, group, **tag) == -1 if rank == 0 else True
     dist.barrier()
     return found
 
 
-def test_a_message_may_come_from_any_rank(ranks):
-    found = ranks(4, receive_from_anybody)[2]
+@pytest.mark.parametrize("tag", [{}, {"tag": 7}], ids=str)
+def test_a_message_may_come_from_any_rank(ranks, tag):
+    found = ranks(4, receive_from_anybody, tag)[2]
     assert sorted(found) == [(1, 1), (1, 10), (3, 3), (3, 30)]
     for sender in (1, 3):
         assert [value for source, value in found if source == sender] == [sender, 10 * sender]
-
-
-def receive_from_anybody_without_a_tag():
-    """Rank 2 collects what others send; in a group, with global ranks."""
-    rank, group = dist.get_rank(), dist.new_group([1, 2, 3])
-    if rank in (1, 3):
-        dist.send(torch.tensor([rank], dtype=torch.int16), 2, group)
-        dist.send(torch.tensor([10 * rank], dtype=torch.int16), 2, group)
-    found = []
-    if rank == 2:
-        tensor = torch.empty(1, dtype=torch.int16)
-        found = [(dist.recv(tensor, None, group), tensor.item()) for _ in range(3)]
-        work = dist.irecv(tensor, None, group)
-        assert work is not None
-        work.wait()
-        found.append((dist.get_global_rank(group, work._source_rank()), tensor.item()))
-    assert dist.recv(torch.empty(1), None, group) == -1 if rank == 0 else True
-    dist.barrier()
-    return found
-
-
-def test_a_message_without_a_tag_may_come_from_any_rank(ranks):
-    found = ranks(4, receive_from_anybody_without_a_tag)[2]
-    assert sorted(found) == [(1, 1), (1, 10), (3, 3), (3, 30)]
 
 
 def send_in_pieces():

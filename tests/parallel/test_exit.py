@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from bagua.comm.store.serving import serve_store
-from tests.parallel.scripts import start_scripts
+from tests.launching import PATIENCE_S, launched
 
 pytestmark = pytest.mark.gloo
 
@@ -40,15 +41,9 @@ if sys.argv[1] == "raise":
 
 @pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "nothing")], ids=str)
 def test_the_exit_code_is_the_scripts(endings):
-    store, port = serve_store()  # Of this process, so nobody has to guess a free port.
-    ranks = start_scripts(SCRIPT, endings, port, by_agent=True)
-    try:
-        results = [(rank.communicate(timeout=240), rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    del store
-    for ending, ((output, errors), returned) in zip(endings, results, strict=True):
-        assert returned == (3 if ending == "raise" else 0), errors
+    with launched(2, "-c", SCRIPT, each=endings, stderr=subprocess.PIPE) as ranks:
+        results = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    for rank, ending, (output, errors) in zip(ranks, endings, results, strict=True):
+        assert rank.returncode == (3 if ending == "raise" else 0), errors
         assert output == "trained\n"
         assert "terminate called" not in errors

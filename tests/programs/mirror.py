@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,12 +82,17 @@ def _all_gather(p: Place, s: CallSetting) -> Exercise:
     return Exercise([work], lambda: _check_gathered(p, s, outputs, "all_gather"), outputs, [*outputs, tensor])
 
 
+def _rows(p: Place, s: CallSetting) -> tuple[int, ...]:
+    """The shape of all shares, one below the other. Gloo takes no other one."""
+    return (p.size * math.prod(s.shape[:1]), *s.shape[1:])
+
+
 def _all_gather_single(p: Place, s: CallSetting) -> Exercise:
-    output, tensor = s.room((p.size, *s.shape), p), s.place(s.own(p.rank), p)
+    output, tensor = s.room(_rows(p, s), p), s.place(s.own(p.rank), p)
     work = renamed(p.dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, p.group, _wait_later(s))
 
     def check() -> None:
-        _check_gathered(p, s, list(output), "all_gather_single")
+        _check_gathered(p, s, list(output.view(p.size, *s.shape)), "all_gather_single")
 
     return Exercise([work], check, [output], [output, tensor])
 
@@ -123,7 +129,7 @@ def _reduce_scatter(p: Place, s: CallSetting) -> Exercise:
 
 
 def _reduce_scatter_single(p: Place, s: CallSetting) -> Exercise:
-    tensor, output = s.place(s.own(p.rank, p.size), p), s.room(s.shape, p)
+    tensor, output = s.place(s.own(p.rank, p.size).view(_rows(p, s)), p), s.room(s.shape, p)
     work = renamed(p.dist, "reduce_scatter_single", "reduce_scatter_tensor")(
         output, tensor, s.op, p.group, _wait_later(s)
     )
