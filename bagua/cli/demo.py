@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import math
 import os
 import statistics
@@ -14,7 +13,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ CONTESTANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 #: The first contestant, which is the slowest, gets about so long, in a multiple of the local steps.
 BUDGET_S, FEWEST_STEPS, MOST_STEPS, TRIAL_STEPS = 18.0, 16, 120, 3
+PICTURE = "bagua-demo-loss.png"
 LAST_STEPS, HELD_OUT_WINDOWS, TIMEOUT_S, RANKS_PER_CORE = 20, 256, 60.0, 4
 #: Test suites are packaged separately by some distributions; without them every machine sees much the same text.
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -214,19 +214,19 @@ def _sent_bytes() -> int:
 
 
 @contextmanager
-def slow_link(ranks: int, mbit_per_s: float) -> Iterator[tuple[Network | None, str]]:
-    """Hosts with a slow link for each rank, and words for it; None where the lab cannot be, and why."""
+def slow_link(ranks: int, mbit_per_s: float) -> Iterator[tuple[Network | None, str, str]]:
+    """Hosts with a slow link for each rank, None where there can be no lab; words for the links; why they are so."""
     with ExitStack() as stack:
         try:
             network = stack.enter_context(open_network(ranks, LinkSettings(mbit_per_s, mbit_per_s)))
         except LabUnavailableError as error:
-            yield None, f"links as fast as this machine, because {error}"
+            yield None, "links as fast as this machine", f", because {error}"
         else:
             said = f" ({network.shortcoming})" if network.shortcoming else ""
-            yield network, f"links of {mbit_per_s:g} Mbit/s{said}"
+            yield network, f"links of {mbit_per_s:g} Mbit/s", said
 
 
-def table(results: Sequence[Result], ranks: int, where: str, mbit_per_s: float) -> str:
+def table(results: Sequence[Result], trained_by: str, where: str, mbit_per_s: float) -> str:
     """A line for each algorithm, and what it means."""
     first, on_wire = results[0], f"sent per step, at {mbit_per_s:g} Mbit/s"
     rows = [("", "time", "step", on_wire, "loss at the end", "held-out loss")]
@@ -236,26 +236,29 @@ def table(results: Sequence[Result], ranks: int, where: str, mbit_per_s: float) 
         rows.append((one.algorithm, *times, sent, f"{one.last_loss:.3f}", f"{one.held_out_loss:.3f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    said = [f"the same {len(first.losses)} steps of {ranks} processes, over {where}:", *(f"  {line}" for line in lines)]
+    said = [f"the same {len(first.losses)} steps of {trained_by}, over {where}:", *(f"  {line}" for line in lines)]
     faster = ", ".join(f"{one.algorithm} in {one.step_s / first.step_s:.0%} of the time" for one in results[1:])
     return "\n".join([*said, f"{first.algorithm} does what torch DDP does; {faster}"] if faster else said)
 
 
-def draw(results: Sequence[Result], where: str, path: Path) -> bool:
-    """Draw the losses against the seconds that they took; False, and nothing drawn, without matplotlib."""
+def draw(results: Sequence[Result], where: str) -> str:
+    """Draw the losses against the seconds that they took; says into which file, or why not."""
     if importlib.util.find_spec("matplotlib") is None:
-        return False
+        return f"not drawn; {install_command('plot')} adds it"
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = figure.add_subplot()
     for one in results:
         axes.plot(list(itertools.accumulate(one.seconds)), one.losses, label=one.algorithm)
-    axes.set(xlabel="seconds", ylabel="training loss, nats per byte", title=f"The same steps over {where}"[:70])
+    axes.set(xlabel="seconds", ylabel="training loss, nats per byte", title=f"The same steps over {where}")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    return True
+    try:
+        figure.savefig(PICTURE, dpi=120)
+    except OSError as error:
+        return f"not drawn; {error}"
+    return PICTURE
 
 
 def named(text: str) -> str:
@@ -277,8 +280,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--algorithm", type=named, metavar="NAME", help="train with this one only; without it, three are compared")
     add("--link", type=above_zero, default=100.0, metavar="X", help="Mbit/s of each process; slowing links needs root")
     add("--steps", type=positive, metavar="N", help="optimizer steps of each; None for what fits into a minute")
-    add("--plot", type=Path, default=Path("bagua-demo-loss.png"), metavar="FILE", help="where the picture goes")
-    add("--json", type=Path, metavar="FILE", help="write all numbers to this file as well")
     return parser
 
 
@@ -296,14 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if options.nproc > RANKS_PER_CORE * cores:
         parser.error(f"--nproc {options.nproc}: at most {RANKS_PER_CORE * cores}, {RANKS_PER_CORE} for each core here")
-    for path in (options.plot, options.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no such folder")
+    trained_by = "1 process" if options.nproc == 1 else f"{options.nproc} processes"
     contest = CONTESTANTS if options.algorithm is None else ((options.algorithm, {}),)
     settings = [Settings(name, given) for name, given in contest]
     try:
-        with slow_link(options.nproc, options.link) as (network, where):
-            print(f"starting {options.nproc} processes, with {where}", flush=True)
+        with slow_link(options.nproc, options.link) as (network, where, why):
+            print(f"starting {trained_by}, with {where}{why}", flush=True)
             show = lambda said: print(said, flush=True)  # noqa: E731 - a name for what is passed on
             results: list[Result] = run_ranks(compare, options.nproc, (settings, options.steps), show, network)[0]
     except KeyboardInterrupt:
@@ -315,10 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traces = [] if known else [cause.trace.rstrip()]
         print("\n".join([*traces, *map(str, failed.failures), "all processes have ended"]), file=sys.stderr)
         return 1
-    print(table(results, options.nproc, where, options.link))
-    drawn = draw(results, where, options.plot)
-    print(f"picture: {options.plot}" if drawn else f"picture: not drawn; {install_command('plot')} adds it")
-    if options.json is not None:
-        found = {"link_mbit_per_s": options.link, "link": where, "results": [asdict(one) for one in results]}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(table(results, trained_by, where, options.link))
+    print(f"picture: {draw(results, where)}")
     return 0

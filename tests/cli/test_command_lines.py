@@ -26,8 +26,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--nproc", "100000"], "--nproc 100000: at most"),
         (["--steps", "-1"], "expected 1 or more, got -1"),
         *((["--link", text], f"above 0, got {text}") for text in ("0", "nan", "inf", "-1", "x")),
-        (["--plot", "no/such/folder/curve.png"], "there is no such folder"),
-        (["--json", "no/such/folder/numbers.json"], "there is no such folder"),
         (["--nprocs=x", "--unknown"], "unrecognized arguments"),
     ],
 )
