@@ -73,8 +73,9 @@ def relayed(culprit: int, reason: str, rank: int, *, teller: int | None = None, 
         facts: other arguments of the error.
 
     Example:
-        >>> relayed(1, "it did not come within 2 s, nor did 3", 0)
-        CollectiveTimeoutError('the call did not complete before its deadline (late ranks 1, 3). Look at ...')
+        >>> error = relayed(1, "it did not come within 2 s, nor did 3", 0)
+        >>> type(error).__name__, error.peers
+        ('CollectiveTimeoutError', (1, 3))
     """
     late = _LATE.fullmatch(reason)
     if late is not None:
