@@ -425,9 +425,11 @@ def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
     transports = values(run(2, job))
     gc.collect()
     until = time.monotonic() + 60
-    while (sockets(), threading.active_count()) > (before_sockets, before_threads) and time.monotonic() < until:
+    while (sockets() > before_sockets or threading.active_count() > before_threads) and time.monotonic() < until:
         time.sleep(0.01)
-    assert (sockets(), threading.active_count()) == (before_sockets, before_threads)
+    # Fewer are fine: threads of an earlier test may end meanwhile.
+    assert sockets() <= before_sockets
+    assert threading.active_count() <= before_threads
     assert [transport() for transport in transports] == [None, None]
 
 
