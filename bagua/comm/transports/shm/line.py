@@ -262,7 +262,8 @@ class OwnLine(ControlLine):
         text = reason.encode(errors="backslashreplace")[:_REASON_BYTES]  # file names may hold what is no text
         start = self._layout.reason + 8
         self._bytes[start : start + len(text)] = text
-        struct.pack_into("q", self._bytes, self._layout.reason, len(text))
+        # A second writer writes the same. pack_into would clear the length first, and a reader would find no reason.
+        self._bytes[start - 8 : start] = struct.pack("q", len(text))
 
     def inline(self, slot: int, source: torch.Tensor) -> Location:
         """Copy ``source`` into the control memory."""
