@@ -34,7 +34,7 @@ from tests.harness import (
 )
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS
+from tests.parallel.wrapping import WRAPS, Loop
 
 LIMIT_S = 20.0
 #: A rank connects once to say that it is alive, when it says so first.
@@ -296,17 +296,14 @@ def test_a_forked_child_closes_nothing_of_its_parent():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS["with_bagua"](model, optimizer, find_unused_parameters=True)
-        train_steps(wrapped, optimizer, rank, range(2))
-        loss = loss_of(wrapped, rank, 2)
-        wrapped.bagua_close()
+        loop = Loop("with_bagua", find_unused_parameters=True)
+        loop.train(2)
+        loss = loop.loss()
+        loop.wrapped.bagua_close()
         loss.backward()
         averaging = wrap_decentralized()
         train_decentralized(averaging, range(2))
-        loss, before = loss_of(averaging, rank, 2), snapshot(averaging)
+        loss, before = loss_of(averaging, loop.rank, 2), snapshot(averaging)
         averaging.bagua_close()
         loss.backward()
         assert_same_on_all_ranks([before, snapshot(averaging)])
@@ -319,14 +316,13 @@ def test_a_finalizer_takes_no_lock(thread_ranks):
     """It may run between any two instructions, also where its own thread holds one."""
 
     def drop() -> int:
-        model = mlp()
-        wrapped = WRAPS["data_parallel"](model, sgd(model.parameters()))
-        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
-        group = wrapped.reducer.group
+        loop = Loop("data_parallel")
+        loop.train(2)
+        group = loop.wrapped.reducer.group
         parent = bagua.comm.get_default_group()
         with _closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0].pipeline.in_use:
-            reducer = weakref.ref(wrapped.reducer)
-            del wrapped, model
+            reducer = weakref.ref(loop.wrapped.reducer)
+            del loop
             collect(reducer)
             assert not group.closed
         until = time.monotonic() + LIMIT_S
@@ -343,22 +339,19 @@ def test_a_closed_model_trains_on_alone(thread_ranks, wrap):
     """Like a plain one, on each rank with its own data."""
 
     def train() -> tuple[State, State]:
-        rank = bagua.comm.get_rank()
-        model, plain = mlp(), mlp()
-        optimizer, other = sgd(model.parameters()), sgd(plain.parameters())
-        wrapped = OverlappingWrapper(model, [optimizer]) if wrap == "overlapping" else WRAPS[wrap](model, optimizer)
-        train_steps(wrapped, optimizer, rank, range(3))
+        loop, plain = Loop(OverlappingWrapper if wrap == "overlapping" else wrap), Loop(lambda model, _: model)
+        loop.train(3)
         for _ in range(2):
-            wrapped.bagua_close()
-        plain.load_state_dict(model.state_dict())
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        wrapped.state_dict()
-        with wrapped.no_sync():
-            loss_of(wrapped, rank, 3).backward()
-        train_steps(wrapped, optimizer, rank, range(3, 6))
-        train_steps(plain, other, rank, range(3, 6))
+            loop.wrapped.bagua_close()
+        plain.model.load_state_dict(loop.model.state_dict())
+        plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        loop.wrapped.state_dict()
+        with loop.wrapped.no_sync():
+            loop.backward()
+        loop.step = plain.step = 3
+        ends = loop.train(3), plain.train(3)
         assert not bagua.comm.get_default_group()._descendants
-        return snapshot(model), snapshot(plain)
+        return ends
 
     for closed, plain in thread_ranks(2, train):
         assert_same_on_all_ranks([plain, closed])
@@ -404,15 +397,12 @@ def test_a_decentralized_model_can_be_closed(thread_ranks):
 @pytest.mark.threads
 def test_buffers_are_not_broadcast_any_more(thread_ranks):
     def train() -> float:
-        rank = bagua.comm.get_rank()
-        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS["data_parallel"](model, optimizer)
-        train_steps(wrapped, optimizer, rank, range(2))
-        wrapped.bagua_close()
-        train_steps(wrapped, optimizer, rank, range(2, 4))
+        loop = Loop("data_parallel", lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+        loop.train(2)
+        loop.wrapped.bagua_close()
+        loop.train(2)
         assert not bagua.comm.get_default_group()._descendants
-        return model[1].running_mean.sum().item()
+        return loop.model[1].running_mean.sum().item()
 
     first, second = thread_ranks(2, train)
     assert first != second
@@ -421,17 +411,13 @@ def test_buffers_are_not_broadcast_any_more(thread_ranks):
 @pytest.mark.threads
 def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again(thread_ranks):
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapper = ModelSwitchWrapper(model, optimizer)
-        wrapper.bagua_close()  # There is nothing to close yet.
-        with wrapper.switch_to("allreduce").bagua_closing():
-            train_steps(wrapper, optimizer, rank, range(2))
-        train_steps(wrapper, optimizer, rank, range(2, 4))
-        alone = snapshot(model)
-        wrapper.switch_to("allreduce")
-        return alone if rank == 0 else snapshot(model)
+        loop = Loop(ModelSwitchWrapper)
+        loop.wrapped.bagua_close()  # There is nothing to close yet.
+        with loop.wrapped.switch_to("allreduce").bagua_closing():
+            loop.train(2)
+        alone = loop.train(2)
+        loop.wrapped.switch_to("allreduce")
+        return alone if loop.rank == 0 else snapshot(loop.model)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -439,15 +425,12 @@ def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again(thread_ranks):
 @pytest.mark.threads
 def test_an_error_in_the_block_closes_the_model_and_tells_the_others(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS["with_bagua"](model, optimizer)
-        with pytest.raises(MemoryError if rank == 0 else PeerLostError), wrapped.bagua_closing():
-            train_steps(wrapped, optimizer, rank, range(2))
-            if rank == 0:
+        loop = Loop("with_bagua")
+        with pytest.raises(PeerLostError if loop.rank else MemoryError), loop.wrapped.bagua_closing():
+            loop.train(2)
+            if loop.rank == 0:
                 raise MemoryError
-            train_steps(wrapped, optimizer, rank, range(2, 4))
-        train_steps(wrapped, optimizer, rank, range(2, 4))
+            loop.train(2)
+        loop.train(2)
 
     thread_ranks(2, train)

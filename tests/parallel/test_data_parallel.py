@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.harness import assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 
@@ -51,23 +53,28 @@ def test_what_cannot_be_honoured_is_refused_by_name(thread_ranks, argument):
     thread_ranks(1, check)
 
 
-def test_a_model_without_trainable_parameters_is_refused(thread_ranks):
+def test_what_contradicts_itself_or_is_not_offered_is_refused(thread_ranks):
     def check() -> None:
         with pytest.raises(ConfigurationError, match="requires"):
             DistributedDataParallel(nn.ReLU())
+        with pytest.raises(ConfigurationError):
+            DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
+        with pytest.raises(BaguaError, match="algorithm"):
+            DistributedDataParallel(mlp()).register_comm_hook(None, lambda state, bucket: None)
 
     thread_ranks(1, check)
 
 
+def wrapped_by(**options: Any) -> Loop:
+    return Loop(lambda model, _: DistributedDataParallel(model, **options))
+
+
 def test_bucket_cap_mb_is_the_size_of_the_buckets(thread_ranks):
     def count(bucket_cap_mb: float) -> int:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-        train_steps(wrapped, optimizer, rank, range(3))
+        loop = wrapped_by(bucket_cap_mb=bucket_cap_mb)
+        loop.train(3)
         before = bagua.comm.stats()["allreduce"].calls
-        train_steps(wrapped, optimizer, rank, [3])
+        loop.train()
         return bagua.comm.stats()["allreduce"].calls - before
 
     assert thread_ranks(2, count, 25) == [1, 1]
@@ -75,7 +82,7 @@ def test_bucket_cap_mb_is_the_size_of_the_buckets(thread_ranks):
 
 
 def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
-    def check(init_sync: bool) -> dict[str, torch.Tensor]:
+    def check(init_sync: bool) -> State:
         model = mlp(seed=bagua.comm.get_rank())
         DistributedDataParallel(model, init_sync=init_sync)
         return snapshot(model)
@@ -121,24 +128,17 @@ def test_buffers_come_from_rank_0_when_torch_would_bring_them(thread_ranks, opti
     assert observed == (10.0 if before_forward else 11.0)
 
 
-def test_contradicting_arguments_for_buffers_are_refused(thread_ranks):
-    def check() -> None:
-        with pytest.raises(ConfigurationError):
-            DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
-
-    thread_ranks(1, check)
+def in_bucket(loop: Loop, addresses: list[int]) -> int:
+    """How many of them lie in the bucket of gradients."""
+    flat = loop.wrapped.bagua_buckets[0].gradients
+    return sum(flat.data_ptr() <= address < flat.data_ptr() + flat.nbytes for address in addresses)
 
 
 def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
     def check(as_view: bool) -> int:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        train_steps(wrapped, optimizer, rank, range(3))
-        flat = wrapped.bagua_buckets[0].gradients
-        start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        return sum(start <= parameter.grad.data_ptr() < end for parameter in model.parameters())
+        loop = wrapped_by(gradient_as_bucket_view=as_view)
+        loop.train(3)
+        return in_bucket(loop, [parameter.grad.data_ptr() for parameter in loop.model.parameters()])
 
     assert thread_ranks(2, check, True) == [6, 6]
     assert thread_ranks(2, check, False) == [0, 0]
@@ -146,17 +146,13 @@ def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
 
 def test_gradients_are_copied_into_their_bucket(thread_ranks):
     def check() -> int:
-        model = mlp()
-        wrapped = DistributedDataParallel(model)
-        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
-        made: list[int] = []
-        for parameter in model.parameters():
+        loop, made = wrapped_by(), []
+        loop.train(2)
+        for parameter in loop.model.parameters():
             parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
-        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(1))
-        flat = wrapped.bagua_buckets[0].gradients
-        start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        loop.train()
         assert len(made) == 6
-        return sum(start <= address < end for address in made)
+        return in_bucket(loop, made)
 
     assert thread_ranks(2, check) == [0, 0]
 
@@ -170,39 +166,20 @@ def test_static_graph_allows_parameters_that_are_never_used(thread_ranks):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.used(inputs)
 
-    def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = Half()
-        optimizer = sgd(model.parameters())
-        train_steps(DistributedDataParallel(model, static_graph=True), optimizer, rank, range(4))
-        return snapshot(model)
+    def train() -> State:
+        return Loop(lambda model, _: DistributedDataParallel(model, static_graph=True), Half).train(4)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
 
 def test_a_sub_group_can_be_used(thread_ranks):
-    def train() -> dict[str, torch.Tensor] | None:
-        rank = bagua.comm.get_rank()
+    def train() -> State | None:
         group = bagua.comm.new_group([0, 2])
-        model = mlp(seed=rank)
-        optimizer = sgd(model.parameters())
-        if not group:
-            return None
-        train_steps(DistributedDataParallel(model, process_group=group), optimizer, rank, range(3))
-        return snapshot(model)
+        return wrapped_by(process_group=group).train(3) if group else None
 
     first, none, third = thread_ranks(3, train)
     assert none is None
     assert_same_on_all_ranks([first, third])
-
-
-def test_what_the_class_does_not_offer_says_what_to_do_instead(thread_ranks):
-    def check() -> None:
-        wrapped = DistributedDataParallel(mlp())
-        with pytest.raises(BaguaError, match="algorithm"):
-            wrapped.register_comm_hook(None, lambda state, bucket: None)
-
-    thread_ranks(1, check)
 
 
 def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
@@ -220,19 +197,15 @@ def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
 @pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
 def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(thread_ranks, name):
     def train() -> list[int]:
-        model, other = mlp(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], name)
-        told = [wrapped.bagua_step]
-        with wrapped.no_sync():
-            loss_of(wrapped, 0, 0).backward()
-        told.append(wrapped.bagua_step)
-        for step in range(2):
-            loss_of(wrapped, 0, step).backward()
-            optimizer.step()
-            told.append(wrapped.bagua_step)
-        resumed = with_bagua(other, [sgd(other.parameters())], name)
-        resumed.load_bagua_state_dict(wrapped.bagua_state_dict())
-        return [*told, resumed.bagua_step]
+        loop, other = (Loop(lambda model, optimizer: with_bagua(model, [optimizer], name)) for _ in range(2))
+        told = [loop.wrapped.bagua_step]
+        with loop.wrapped.no_sync():
+            loop.backward()
+        told.append(loop.wrapped.bagua_step)
+        for _ in range(2):
+            loop.train()
+            told.append(loop.wrapped.bagua_step)
+        other.wrapped.load_bagua_state_dict(loop.wrapped.bagua_state_dict())
+        return [*told, other.wrapped.bagua_step]
 
     assert thread_ranks(2, train) == [[0, 0, 1, 2, 2]] * 2

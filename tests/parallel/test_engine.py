@@ -13,8 +13,10 @@ from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How,
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
-from bagua.parallel import BucketType, OverlappingWrapper, Reducer
-from tests.harness import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
+from bagua.parallel import OverlappingWrapper
+from tests.harness import State, assert_same_on_all_ranks, mlp, seeded, sgd, snapshot
+from tests.parallel.test_gradients import Branches, branch_loss
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 
@@ -34,18 +36,15 @@ def test_models_that_share_some_parameters_cannot_both_be_wrapped(thread_ranks):
 
 
 def test_wrapping_the_same_module_anew_replaces_the_earlier_engine(thread_ranks):
-    def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        earlier = OverlappingWrapper(model, optimizer)
-        train_steps(earlier, optimizer, rank, range(2))
-        wrapped = OverlappingWrapper(model, optimizer)
-        train_steps(wrapped, optimizer, rank, range(2, 5))
-        assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in model.parameters())
+    def train() -> State:
+        loop = Loop(OverlappingWrapper)
+        loop.train(2)
+        earlier, loop.wrapped = loop.wrapped, OverlappingWrapper(loop.model, loop.optimizer)
+        loop.train(3)
+        assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in loop.model.parameters())
         assert earlier.reducer.step == 2
-        assert wrapped.reducer.step == 3
-        return snapshot(model)
+        assert loop.wrapped.reducer.step == 3
+        return snapshot(loop.model)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -53,15 +52,6 @@ def test_wrapping_the_same_module_anew_replaces_the_earlier_engine(thread_ranks)
 def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference():
     def replace(model: nn.Module) -> None:
         model[0].weight = nn.Parameter(torch.zeros(16, 8))
-
-    def unfreeze(model: nn.Module) -> None:
-        model[2].bias.requires_grad_(True)
-
-    def add(model: nn.Module) -> None:
-        model.append(nn.Linear(4, 4))
-
-    def convert(model: nn.Module) -> None:
-        model.double()
 
     def move(model: nn.Module) -> None:
         model[0].bias.data = model[0].bias.data.clone()
@@ -71,10 +61,10 @@ def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference()
 
     expected = {
         cut: "0.bias had 16 elements and has 1 now",
-        replace: r"0.weight",
-        unfreeze: r"2.bias",
-        add: "added",
-        convert: "0.weight",
+        replace: "0.weight",
+        (lambda model: model[2].bias.requires_grad_(True)): "2.bias",
+        (lambda model: model.append(nn.Linear(4, 4))): "added",
+        nn.Module.double: "0.weight",
         move: "0.bias",
     }
     for change, told in expected.items():
@@ -145,30 +135,16 @@ class Ignore(Then):
 IN_BACKGROUND = Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Ignore(), lag=1))
 
 
-class Branches(nn.Module):
-    """Two heads, of which a forward uses the one that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)])
-
-    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
-        return self.heads[head](inputs)
-
-
 def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
     def check() -> None:
         rank = bagua.comm.get_rank()
         for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
-            with seeded():
-                model = Branches()
-            wrapped = OverlappingWrapper(
-                model, sgd(model.parameters()), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1
-            )
-            for _ in range(4):
-                model.zero_grad()
-                wrapped(torch.ones(1, 4), rank).sum().backward()
-            assert [head.weight.grad is not None for head in model.heads] == [True, True, False]
+            loop = Loop(OverlappingWrapper, Branches, algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1)
+            for step in range(4):
+                loop.model.zero_grad()
+                branch_loss(loop.wrapped, rank, step).backward()
+            branches = loop.model.left, loop.model.right, loop.model.never
+            assert [branch.weight.grad is not None for branch in branches] == [True, True, False]
 
     thread_ranks(2, check)
 
@@ -180,14 +156,16 @@ def test_devices_that_the_group_does_not_serve_are_named():
         registration.refuse_other_devices({"cuda"})
 
 
+def dropping(model: nn.Module) -> nn.Module:
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    return model
+
+
 def test_a_hook_of_the_user_that_drops_gradients_is_an_error(thread_ranks):
     def check() -> None:
-        model = mlp()
-        model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        optimizer = sgd(model.parameters())
-        wrapped = OverlappingWrapper(model, optimizer)
+        loop = Loop(lambda model, optimizer: OverlappingWrapper(dropping(model), optimizer))
         with pytest.raises(ConfigurationError, match=r"the gradient of 0\.bias cannot be put into a bucket.*seen None"):
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+            loop.train(2)
 
     thread_ranks(2, check)
 
@@ -207,50 +185,15 @@ FAILS_AFTER_STEP = Algorithm.of(Exchange(Weights(), Every(), FailsOnRank1(), Ign
 
 def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank(thread_ranks):
     def check() -> str:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = OverlappingWrapper(model, optimizer, algorithm=FAILS_AFTER_STEP)
+        loop = Loop(OverlappingWrapper, algorithm=FAILS_AFTER_STEP)
         with pytest.raises((ArithmeticError, CommunicationError)) as caught:
-            train_steps(wrapped, optimizer, rank, range(5))
+            loop.train(5)
         with pytest.raises(CommunicationError):
-            train_steps(wrapped, optimizer, rank, [5])
+            loop.train()
         assert "no such block" in str(caught.value)
         return type(caught.value).__name__
 
     assert thread_ranks(2, check) == ["PeerLostError", "ArithmeticError"]
-
-
-def test_a_reducer_can_be_driven_by_hand_as_documented(thread_ranks):
-    """First backward: ``add_param``, then buckets; later ones: ``mark_tensor_ready``. Without any hook."""
-
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        with seeded():
-            model = nn.Linear(2, 3)
-        reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True)
-        with pytest.raises(ConfigurationError, match="not been formed"):
-            reducer.mark_tensor_ready(model.weight)
-        with pytest.raises(ConfigurationError, match="not been formed"):
-            reducer.mark_on_complete()
-        for step in range(3):
-            model.zero_grad()
-            (model(torch.ones(1, 2)).sum() * (rank + step)).backward()
-            if step == 0:
-                for parameter in (model.bias, model.weight):
-                    reducer.add_param(parameter)
-                assert [len(bucket) for bucket in reducer.initialize_buckets()] == [2]
-                for bucket in reducer.buckets:
-                    reducer.mark_bucket_ready(bucket)
-            else:
-                for parameter in (model.weight, model.bias):
-                    reducer.mark_tensor_ready(parameter)
-            reducer.mark_on_complete()
-            assert model.weight.grad.tolist() == [[0.5 + step, 0.5 + step]] * 3
-            assert model.weight.grad is reducer.fill_slot(model.weight)
-        assert reducer.step == 3
-
-    thread_ranks(2, check)
 
 
 #: Exchanges of gradients, and by what they multiply the sum of those of two ranks.

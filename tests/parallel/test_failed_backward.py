@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +25,14 @@ from bagua.algorithms import (
     Weights,
     registry,
 )
-from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
 from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
 from tests.algorithms.toys import WarmsUp
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS, wrapped_for_rank
+from tests.parallel.wrapping import WRAPS, Loop, Wrap
 
 pytestmark = pytest.mark.threads
 
@@ -54,18 +54,38 @@ def failing(place: nn.Module | torch.Tensor, error: type[BaseException] = Memory
     handle.remove()
 
 
-def assert_this_rank_is_told(step: Callable[[], object]) -> None:
-    """At the next forward pass, and at each later one."""
+def check_all_are_told(
+    rank: int,
+    train: Callable[[int], object],
+    backward: Callable[[], object],
+    place: Callable[[], nn.Module | torch.Tensor],
+    steps: int = FAILS_IN,
+    error: type[BaseException] = MemoryError,
+) -> None:
+    """After some steps, the backward pass of rank 0 fails at ``place``: each rank hears of it in its next steps."""
+    if rank != 0:
+        with pytest.raises(PeerLostError, match="lost rank 0: it gave up: a backward pass failed before its") as caught:
+            train(steps + 4)
+        assert caught.value.peers == (0,)
+        return
+    train(steps)
+    with failing(place(), error):
+        backward()
     for _ in range(2):
-        with pytest.raises(CommunicatorClosedError, match="a backward pass failed before its end") as caught:
-            step()
-        assert "Wrap it anew on all ranks" in str(caught.value)
+        with pytest.raises(CommunicatorClosedError, match="a backward pass failed before its end") as refused:
+            train(1)
+        assert "Wrap it anew on all ranks" in str(refused.value)
 
 
-def assert_peers_are_told(steps: Callable[[], object]) -> None:
-    with pytest.raises(PeerLostError, match="lost rank 0: it gave up: a backward pass failed before its end") as caught:
-        steps()
-    assert caught.value.peers == (0,)
+def one_bucket(wrap: Wrap | str = "with_bagua", **options: Any) -> Loop:
+    return Loop(wrap, bucket_bytes=ONE_BUCKET_BYTES, **options)
+
+
+def with_algorithm(algorithm: Algorithm) -> Loop:
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> nn.Module:
+        return with_bagua(model, [optimizer], algorithm, **options)
+
+    return one_bucket(wrap, make_optimizer=optimizer_maker(algorithm))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -74,66 +94,40 @@ def assert_peers_are_told(steps: Callable[[], object]) -> None:
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_the_engine_stops_on_all_ranks(thread_ranks, wrap, step, place, error):
     def train() -> None:
-        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap], bucket_bytes=ONE_BUCKET_BYTES)
-        if rank != 0:
-            assert_peers_are_told(lambda: train_steps(wrapped, optimizer, rank, range(step + 1)))
-            return
-        train_steps(wrapped, optimizer, rank, range(step))
-        output = wrapped(torch.ones(1, 8))
-        with failing({"first gradient": model[4], "last gradient": model[0], "output": output}[place], error):
-            output.sum().backward()
-        assert_this_rank_is_told(lambda: train_steps(wrapped, optimizer, rank, [step + 1]))
+        loop, outputs = one_bucket(wrap), []
+
+        def fails_at() -> nn.Module | torch.Tensor:
+            outputs.append(loop.wrapped(torch.ones(1, 8)))
+            return {"first gradient": loop.model[4], "last gradient": loop.model[0], "output": outputs[0]}[place]
+
+        check_all_are_told(loop.rank, loop.train, lambda: outputs[0].sum().backward(), fails_at, step, error)
 
     thread_ranks(3, train)
 
 
-@pytest.mark.parametrize("name", [name for name in registry if not issubclass(registry.get(name), LocalUpdates)])
+TOGETHER = {name: registry.get(name)() for name in registry if not issubclass(registry.get(name), LocalUpdates)}
+OWN_PACE = TOGETHER.pop("async")
+TOGETHER["the warm-up of async"] = AsyncModelAverageAlgorithm(warmup_steps=10)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
 def test_with_every_algorithm_whose_ranks_step_together(thread_ranks, name):
-    algorithm = registry.get(name)()
-
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = optimizer_maker(algorithm)(model.parameters())
-        with_bagua(model, [optimizer], algorithm, bucket_bytes=ONE_BUCKET_BYTES)
-        if rank != 0:
-            assert_peers_are_told(lambda: train_steps(model, optimizer, rank, range(FAILS_IN + 4)))
-            return
-        train_steps(model, optimizer, rank, range(FAILS_IN))
-        with failing(model[0]):
-            loss_of(model, rank, FAILS_IN).backward()
-        assert_this_rank_is_told(lambda: loss_of(model, rank, FAILS_IN + 1))
+        loop = with_algorithm(TOGETHER[name])
+        check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model[0])
 
-    def train_at_its_own_pace() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer], algorithm)
-        for step in range(4):
-            if rank == 0 and step == FAILS_IN:
-                with failing(model[0]):
-                    loss_of(model, rank, step).backward()
-            else:
-                train_steps(model, optimizer, rank, [step])
-        model.bagua_algorithm.abort(model)
-
-    thread_ranks(2, train_at_its_own_pace if registry.get(name) is AsyncModelAverageAlgorithm else train)
+    thread_ranks(2, train)
 
 
-def test_in_the_warm_up_of_asynchronous_averaging(thread_ranks):
+def test_where_ranks_step_at_their_own_pace_nobody_needs_to_know(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(warmup_steps=10))
-        assert isinstance(model.bagua_algorithm, AsyncModelAverageAlgorithmImpl)
-        if rank != 0:
-            assert_peers_are_told(lambda: train_steps(model, optimizer, rank, range(FAILS_IN + 1)))
-            return
-        train_steps(model, optimizer, rank, range(FAILS_IN))
-        with failing(model[0]):
-            loss_of(model, rank, FAILS_IN).backward()
-        assert_this_rank_is_told(lambda: loss_of(model, rank, FAILS_IN + 1))
+        loop = with_algorithm(OWN_PACE)
+        loop.train(FAILS_IN)
+        if loop.rank == 0:
+            with failing(loop.model[0]):
+                loop.backward()
+        loop.train(2)
+        loop.model.bagua_algorithm.abort(loop.model)
 
     thread_ranks(2, train)
 
@@ -141,15 +135,13 @@ def test_in_the_warm_up_of_asynchronous_averaging(thread_ranks):
 @pytest.mark.parametrize("topology", ["complete", "ring", "one-peer-exp"])
 def test_with_neighbours(thread_ranks, topology):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = wrap_decentralized(topology=topology)
-        if rank != 0:
-            assert_peers_are_told(lambda: train_decentralized(model, range(FAILS_IN + 4)))
-            return
-        train_decentralized(model, range(FAILS_IN))
-        with failing(model.module[0]):
-            loss_of(model, rank, FAILS_IN).backward()
-        assert_this_rank_is_told(lambda: loss_of(model, rank, FAILS_IN + 1))
+        rank, model = bagua.comm.get_rank(), wrap_decentralized(topology=topology)
+        check_all_are_told(
+            rank,
+            lambda steps: train_decentralized(model, range(steps)),
+            lambda: loss_of(model, rank, FAILS_IN).backward(),
+            lambda: model.module[0],
+        )
 
     thread_ranks(4, train)
 
@@ -158,17 +150,12 @@ def test_the_second_backward_pass_of_one_graph(thread_ranks):
     """Each of them is a step."""
 
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = WRAPS["with_bagua"](model, sgd(model.parameters()), bucket_bytes=ONE_BUCKET_BYTES)
-        loss = loss_of(wrapped, rank, 0)
+        loop = one_bucket()
+        loss = loop.loss()
         loss.backward(retain_graph=True)
-        if rank != 0:
-            assert_peers_are_told(loss.backward)
-            return
-        with failing(model[0]):
-            loss.backward()
-        assert_this_rank_is_told(lambda: loss_of(wrapped, rank, 1))
+        check_all_are_told(
+            loop.rank, lambda steps: steps and loop.train(steps), loss.backward, lambda: loop.model[0], 0
+        )
 
     thread_ranks(2, train)
 
@@ -187,16 +174,8 @@ class Recomputed(nn.Module):
 
 def test_inside_a_reentrant_checkpoint(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = Recomputed()
-        wrapped = WRAPS["with_bagua"](model, sgd(model.parameters()), bucket_bytes=ONE_BUCKET_BYTES)
-        loss_of(wrapped, rank, 0).backward()
-        if rank != 0:
-            assert_peers_are_told(lambda: loss_of(wrapped, rank, 1).backward())
-            return
-        with failing(model.inner[2]):
-            loss_of(wrapped, rank, 1).backward()
-        assert_this_rank_is_told(lambda: loss_of(wrapped, rank, 2))
+        loop = one_bucket(make=Recomputed)
+        check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model.inner[2], 1)
 
     thread_ranks(2, train)
 
@@ -206,13 +185,12 @@ def test_one_that_only_accumulates_may_fail(thread_ranks, wrap):
     """Nobody waits for it. What it left in the gradients is the user's, as without bagua."""
 
     def train() -> State:
-        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap], bucket_bytes=ONE_BUCKET_BYTES)
-        train_steps(wrapped, optimizer, rank, range(2))
-        if rank == 0:
-            with wrapped.no_sync(), failing(model[0]):
-                loss_of(wrapped, rank, 2).backward()
-        train_steps(wrapped, optimizer, rank, range(2, 4))
-        return snapshot(model)
+        loop = one_bucket(wrap)
+        loop.train(2)
+        if loop.rank == 0:
+            with loop.wrapped.no_sync(), failing(loop.model[0]):
+                loop.backward()
+        return loop.train(2)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -231,32 +209,15 @@ def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
     assert_same_on_all_ranks([thread_ranks(1, train, fails)[0] for fails in (True, False)])
 
 
-def test_gradients_of_inputs_are_no_step(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS["with_bagua"](model, optimizer, bucket_bytes=ONE_BUCKET_BYTES)
-        train_steps(wrapped, optimizer, rank, range(2))
-        if rank == 0:
-            inputs = torch.ones(1, 8, requires_grad=True)
-            torch.autograd.grad(wrapped(inputs).sum(), inputs)
-        train_steps(wrapped, optimizer, rank, range(2, 4))
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
-
-
 @pytest.mark.parametrize("ends", ["bagua_finish", "switch_to"])
 def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(thread_ranks, ends):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     def train() -> None:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, optimizer, DiLoCoAlgorithm(2, overlap=1))
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3))
+        loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
+        loop.train(3)
+        wrapped = loop.wrapped
         tracks = wrapped._bagua_engine.reducer.execution.scheduler.tracks
         under_way = [flight for track in tracks for flight in track.flights]
         assert under_way
@@ -296,20 +257,17 @@ def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(thread_r
         raise error("in the middle")
 
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer], algorithm)
-        train_steps(model, optimizer, rank, range(FAILS_IN))
-        if rank == 0:
+        loop = with_algorithm(algorithm)
+        loop.train(FAILS_IN)
+        if loop.rank == 0:
             with pytest.raises(PeerLostError, match="rank 1") as caught:
-                train_steps(model, optimizer, rank, range(FAILS_IN, 3 * FAILS_IN))
+                loop.train(2 * FAILS_IN)
             assert caught.value.peers == (1,)
             return
-        model._bagua_engine.reducer.execution.scheduler.flush = interrupted
+        loop.model._bagua_engine.reducer.execution.scheduler.flush = interrupted
         with pytest.raises(error):
-            train_steps(model, optimizer, rank, [FAILS_IN])
+            loop.train()
         with pytest.raises(CommunicatorClosedError, match="in the middle"):
-            train_steps(model, optimizer, rank, [FAILS_IN])
+            loop.train()
 
     thread_ranks(2, train)

@@ -12,9 +12,8 @@ import bagua.comm
 from bagua import testing
 from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
-from bagua.parallel import with_bagua
-from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import WRAPS, by_bagua_init, wrapped_for_rank
+from tests.harness import State, assert_same_on_all_ranks
+from tests.parallel.wrapping import WRAPS, Loop
 
 
 class CodecError(Exception):
@@ -29,11 +28,9 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-@pytest.mark.threads
-@pytest.mark.parametrize(
-    ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
-)
-def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monkeypatch, wrap, delay_reduce):
+@pytest.fixture
+def fails_on_rank_0(monkeypatch):
+    """The exchange of step 2 fails there."""
     run = Mean.run
 
     def fails(self, flight, group):
@@ -43,23 +40,26 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monk
 
     monkeypatch.setattr(Mean, "run", fails)
 
-    def train() -> str:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        options = {"delay_reduce": True} if delay_reduce else {}
-        wrapped = WRAPS[wrap](model, optimizer, **options)
-        train_steps(wrapped, optimizer, rank, range(2))
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise CodecError("user's hook")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
+)
+@pytest.mark.usefixtures("fails_on_rank_0")
+def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, wrap, delay_reduce):
+    def train() -> None:
+        loop = Loop(wrap, **({"delay_reduce": True} if delay_reduce else {}))
+        loop.train(2)
         with pytest.raises((CodecError, CommunicationError)) as caught:
-            train_steps(wrapped, optimizer, rank, range(2, 6))
-        chain = _chain(caught.value)
-        if rank == 0:
-            assert any(isinstance(error, CodecError) for error in chain)
-        else:
-            assert any(isinstance(error, CommunicationError) for error in chain)
+            loop.train(4)
+        kind = CommunicationError if loop.rank else CodecError
+        assert any(isinstance(error, kind) for error in _chain(caught.value))
         with pytest.raises(BaguaError):  # And it stays an error, at once.
-            train_steps(wrapped, optimizer, rank, [6])
-        return type(caught.value).__name__
+            loop.train()
 
     thread_ranks(2, train)
 
@@ -67,19 +67,15 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monk
 @pytest.mark.threads
 def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
     def train() -> None:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        train_steps(wrapped, optimizer, rank, range(2))
-
-        def refuses(gradient: torch.Tensor) -> None:
-            raise CodecError("user's hook")
-
-        if rank == 1:
-            model[2].weight.register_hook(refuses)
+        loop = Loop()
+        loop.train(2)
+        if loop.rank == 1:
+            loop.model[2].weight.register_hook(_raise)
             with pytest.raises(CodecError):
-                train_steps(wrapped, optimizer, rank, [2])
+                loop.train()
             raise CodecError("rank 1 ends")
         with pytest.raises(CommunicationError):
-            train_steps(wrapped, optimizer, rank, range(2, 5))
+            loop.train(3)
 
     with pytest.raises(CodecError, match="rank 1 ends"):
         thread_ranks(2, train)
@@ -90,45 +86,31 @@ def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew
     """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
 
     def train() -> None:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        train_steps(wrapped, optimizer, rank, range(2))
-        handle = model[2].weight.register_hook(_raise)
+        loop = Loop()
+        loop.train(2)
+        handle = loop.model[2].weight.register_hook(_raise)
         with pytest.raises(CodecError):
-            train_steps(wrapped, optimizer, rank, [2])
+            loop.train()
         handle.remove()
-        other = mlp()
-        fresh = sgd(other.parameters())
-        train_steps(by_bagua_init(other, fresh), fresh, rank, range(3))
+        Loop().train(3)
 
     thread_ranks(2, train)
 
 
-def _raise(gradient: torch.Tensor) -> None:
-    raise CodecError("user's hook")
-
-
 @pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeypatch, wrap):
-    run = Mean.run
-
-    def fails_once(self, flight, group):
-        if flight.step == 2 and group.rank == 0:
-            raise CodecError("this time only")
-        return run(self, flight, group)
-
-    monkeypatch.setattr(Mean, "run", fails_once)
-
+@pytest.mark.usefixtures("fails_on_rank_0")
+def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, wrap):
     def train() -> State:
-        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
+        loop = Loop(wrap)
         with pytest.raises((CodecError, CommunicationError)):
-            train_steps(wrapped, optimizer, rank, range(6))
+            loop.train(6)
         if wrap == "bagua_init":
-            wrapped.switch_to("allreduce")
+            loop.wrapped.switch_to("allreduce")
         else:
-            wrapped = WRAPS[wrap](model, optimizer)
-        train_steps(wrapped, optimizer, rank, range(6, 8))
-        return snapshot(model)
+            loop.wrapped = WRAPS[wrap](loop.model, loop.optimizer)
+        loop.train(1)
+        return loop.train(1)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -136,11 +118,11 @@ def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeyp
 @pytest.mark.threads
 def test_an_error_in_forward_or_loss_leaves_the_engine_usable(thread_ranks):
     def train() -> None:
-        rank, _, optimizer, wrapped = wrapped_for_rank()
-        for step in range(3):
+        loop = Loop()
+        for _ in range(3):
             with pytest.raises(RuntimeError):
-                wrapped(torch.zeros(2, 3))  # A wrong shape.
-            train_steps(wrapped, optimizer, rank, [step])
+                loop.wrapped(torch.zeros(2, 3))  # A wrong shape.
+            loop.train()
 
     thread_ranks(2, train)
 
@@ -160,43 +142,12 @@ def test_a_parameter_that_arrives_twice_in_one_backward_is_named(thread_ranks):
                 hidden = torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True)
             return hidden[:, :4]
 
-    def train() -> str:
-        model = Twice()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
-        with pytest.raises(BaguaError, match=r"shared\.(weight|bias)") as caught:
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        return str(caught.value)
+    def train() -> None:
+        loop = Loop(make=Twice)
+        with pytest.raises(BaguaError, match=r"shared\.(weight|bias)"):
+            loop.train(2)
 
     thread_ranks(2, train)
-
-
-def _train_until_killed(victim: int) -> str:
-    rank, _, optimizer, wrapped = wrapped_for_rank()
-    train_steps(wrapped, optimizer, rank, range(3))
-    try:
-        for step in range(3, 10_000):
-            if rank == victim and step == 5:
-                testing.die()
-            train_steps(wrapped, optimizer, rank, [step])
-    except CommunicationError as error:
-        return type(error).__name__
-    return "trained on alone"
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_process_ends_the_others_with_a_typed_error(process_pool, victim):
-    outcomes = process_pool.outcomes(_train_until_killed, victim, size=3)
-    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
-    assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
-
-
-@pytest.mark.threads
-def test_a_killed_thread_rank_ends_the_others_with_a_typed_error(thread_pool):
-    outcomes = thread_pool.outcomes(_train_until_killed, 1, size=3)
-    survivors = [outcome for outcome in outcomes if outcome.rank != 1]
-    assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
 
 
 def _raise_in_a_hook(model: torch.nn.Module) -> None:
@@ -213,13 +164,13 @@ MISHAPS = {"hook": _raise_in_a_hook, "unused": _detach}
 
 def _train_with_mishap(mishap: str) -> tuple[str, float]:
     """What ends the training when something happens to rank 1 only, and after how many seconds."""
-    rank, model, optimizer, wrapped = wrapped_for_rank()
-    train_steps(wrapped, optimizer, rank, range(3))
-    if rank == 1:
-        MISHAPS[mishap](model)
+    loop = Loop()
+    loop.train(3)
+    if loop.rank == 1:
+        MISHAPS[mishap](loop.model)
     begun = time.monotonic()
     try:
-        train_steps(wrapped, optimizer, rank, range(3, 10))
+        loop.train(7)
     except Exception as error:
         return type(error).__name__, time.monotonic() - begun
     return "nothing", 0.0
@@ -235,15 +186,16 @@ def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_r
 
 
 def _train_on_after_a_mishap() -> State:
-    rank, model, optimizer, wrapped = wrapped_for_rank()
-    train_steps(wrapped, optimizer, rank, range(3))
-    handle = model[0].weight.register_hook(_raise) if rank == 1 else None
+    loop = Loop()
+    loop.train(3)
+    handle = loop.model[0].weight.register_hook(_raise) if loop.rank == 1 else None
     with pytest.raises((CodecError, CommunicationError)):
-        train_steps(wrapped, optimizer, rank, range(3, 10))
+        loop.train(7)
     if handle is not None:
         handle.remove()
-    train_steps(wrapped.switch_to("allreduce"), optimizer, rank, range(10, 13))
-    return snapshot(model)
+    loop.wrapped.switch_to("allreduce")
+    loop.step = 10
+    return loop.train(3)
 
 
 @pytest.mark.gloo
@@ -258,16 +210,15 @@ def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
 
     def train() -> str:
         group = bagua.comm.new_group([0, 1], timeout=1.0)
-        rank, model = bagua.comm.get_rank(), mlp()
-        wrapped = with_bagua(model, [sgd(model.parameters())], process_group=group)
-        if rank == 1:
+        loop = Loop("with_bagua", process_group=group)
+        if loop.rank == 1:
             assert gave_up.wait(60)
             return "rested"
-        next(model.parameters()).requires_grad_(False)
+        next(loop.model.parameters()).requires_grad_(False)
         with pytest.raises(
             CollectiveTimeoutError, match=r"did not come, after .* on this one: .*weight was frozen"
         ) as caught:
-            loss_of(wrapped, rank, 0)
+            loop.loss()
         gave_up.set()
         assert caught.value.peers == (1,)
         return "refused"

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer step: unused, accumulated, scaled, clipped."""
+"""What happens to gradients in a backward pass: unused parameters, hooks, several models, calls of closures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import TopKAlgorithm
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
 from tests.harness import (
-    assert_close,
+    State,
     assert_same_on_all_ranks,
-    batch,
     gradients,
     loss_of,
     mean_gradients,
@@ -24,14 +23,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import (
-    WRAPS,
-    assert_trained,
-    by_bagua_init,
-    check_training,
-    gradients_of_two,
-    wrapped_for_rank,
-)
+from tests.parallel.wrapping import WRAPS, Loop, assert_trained, by_bagua_init, by_with_bagua
 
 pytestmark = pytest.mark.threads
 
@@ -48,267 +40,62 @@ class Branches(nn.Module):
         return self.left(inputs) if side == "left" else self.right(inputs)
 
 
-def _side(rank: int) -> str:
-    return "left" if rank == 0 else "right"
-
-
-def _branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    inputs, targets = batch(rank, step)
-    return nn.functional.mse_loss(model(inputs, _side(rank)), targets)
-
-
-def _unused_counts_as_zero() -> list[dict[str, torch.Tensor]]:
-    rank = bagua.comm.get_rank()
-    model = Branches()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer, find_unused_parameters=True)
-    seen = []
-    for step in range(3):
-        optimizer.zero_grad()
-        _branch_loss(wrapped, rank, step).backward()
-        seen.append(gradients(model))
-        optimizer.step()
-    return seen
+def branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    return loss_of(lambda inputs: model(inputs, "left" if rank == 0 else "right"), rank, step)
 
 
 def test_unused_parameters_count_as_zero_when_asked(thread_ranks):
-    results = thread_ranks(2, _unused_counts_as_zero)
+    def train() -> list[State]:
+        loop, seen = Loop(make=Branches, find_unused_parameters=True), []
+        for step in range(3):
+            loop.optimizer.zero_grad()
+            branch_loss(loop.wrapped, loop.rank, step).backward()
+            seen.append(gradients(loop.model))
+            loop.optimizer.step()
+        return seen
+
     expected = Branches()
     optimizer = sgd(expected.parameters())
-    for step, (first, second) in enumerate(zip(*results, strict=True)):
-        mean_gradients(expected, 2, lambda model, rank, step=step: _branch_loss(model, rank, step))
-        for name, parameter in expected.named_parameters():
-            for seen in (first[name], second[name]):
-                if parameter.grad is None:
-                    assert not seen.any(), name
+    for step, of_ranks in enumerate(zip(*thread_ranks(2, train), strict=True)):
+        mean_gradients(expected, 2, lambda model, rank, step=step: branch_loss(model, rank, step))
+        for name, gradient in gradients(expected).items():
+            for seen in of_ranks:
+                if gradient.numel():
+                    torch.testing.assert_close(seen[name], gradient, msg=name)
                 else:
-                    torch.testing.assert_close(seen, parameter.grad, msg=name)
+                    assert not seen[name].any(), name
         optimizer.step()
 
 
-def _unused_is_an_error() -> str:
-    model = Branches()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer)
-    with pytest.raises(BaguaError, match=r"never\.weight") as caught:
-        _branch_loss(wrapped, bagua.comm.get_rank()).backward()
-    return str(caught.value)
-
-
 def test_unused_parameters_are_an_error_that_lists_them_on_every_rank(thread_ranks):
-    left, right = thread_ranks(2, _unused_is_an_error)
+    def train() -> str:
+        loop = Loop(make=Branches)
+        with pytest.raises(BaguaError, match=r"never\.weight") as caught:
+            branch_loss(loop.wrapped, loop.rank).backward()
+        return str(caught.value)
+
+    left, right = thread_ranks(2, train)
     assert "right.bias" in left
     assert "left.bias" in right
     assert "find_unused_parameters" in left
 
 
-def _unused_on_one_rank_only() -> str:
-    rank = bagua.comm.get_rank()
-    model = Branches()
-    model.never = nn.Identity()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer)
-
-    def both_or_left(inputs: torch.Tensor) -> torch.Tensor:
-        left = wrapped(inputs, "left")
-        return left if rank == 1 else left + wrapped(inputs, "right")
-
-    with pytest.raises(BaguaError) as caught:
-        loss_of(both_or_left, rank, 0).backward()
-    return str(caught.value)
-
-
 def test_a_parameter_unused_on_one_rank_only_ends_every_rank_with_an_error(thread_ranks):
-    used, unused = thread_ranks(2, _unused_on_one_rank_only)
+    def train() -> str:
+        loop = Loop(make=Branches)
+        loop.model.never = nn.Identity()
+
+        def both_or_left(inputs: torch.Tensor) -> torch.Tensor:
+            left = loop.wrapped(inputs, "left")
+            return left if loop.rank == 1 else left + loop.wrapped(inputs, "right")
+
+        with pytest.raises(BaguaError) as caught:
+            loss_of(both_or_left, loop.rank, 0).backward()
+        return str(caught.value)
+
+    used, unused = thread_ranks(2, train)
     assert "right.weight" in unused
     assert "right.weight" in used or "rank 1" in used or "peer" in used.lower()
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_set_to_none_and_set_to_zero_give_the_same(thread_ranks, wrap):
-    def train(set_to_none: bool) -> dict[str, torch.Tensor]:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5), set_to_none=set_to_none)
-        return snapshot(model)
-
-    none, zero = thread_ranks(2, train, True), thread_ranks(2, train, False)
-    assert_same_on_all_ranks([*none, *zero])
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_no_sync_accumulates_locally_and_the_last_backward_sends_the_sum(thread_ranks, wrap):
-    def train() -> tuple[dict, dict]:
-        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
-        for group in ((0, 1), (2, 3), (4, 5)):
-            optimizer.zero_grad()
-            with wrapped.no_sync():
-                loss_of(wrapped, rank, group[0]).backward()
-                alone = gradients(model)
-            loss_of(wrapped, rank, group[1]).backward()
-            optimizer.step()
-        return alone, snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert not torch.equal(results[0][0]["0.weight"], results[1][0]["0.weight"])
-    assert_same_on_all_ranks([state for _, state in results])
-    expected = reference(
-        mlp(), sgd, 2, (0, 2, 4), lambda m, rank, step: loss_of(m, rank, step) + loss_of(m, rank, step + 1)
-    )
-    assert_close(results[0][1], expected)
-
-
-def test_no_sync_before_the_first_synchronized_step(thread_ranks):
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, _, wrapped = wrapped_for_rank()
-        with wrapped.no_sync():
-            for step in (0, 1):
-                loss_of(wrapped, rank, step).backward()
-        loss_of(wrapped, rank, 2).backward()
-        return gradients(model)
-
-    expected = gradients_of_two(lambda m, rank: sum(loss_of(m, rank, step) for step in range(3)))
-    assert_trained(thread_ranks(2, train), expected)
-
-
-def test_several_backwards_of_one_step_add_up(thread_ranks):
-    """Each synchronized backward averages what is in ``.grad``; averaging an average changes nothing."""
-
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, _, wrapped = wrapped_for_rank()
-        for step in range(2):
-            model.zero_grad()
-            loss_of(wrapped, rank, step).backward()
-            loss_of(wrapped, rank, step + 10).backward()
-        return gradients(model)
-
-    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: loss_of(m, rank, 1) + loss_of(m, rank, 11)))
-
-
-def test_two_forwards_then_one_backward(thread_ranks):
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, _, wrapped = wrapped_for_rank()
-        for step in range(3):
-            model.zero_grad()
-            (loss_of(wrapped, rank, step) + loss_of(wrapped, rank, step + 10)).backward()
-        return gradients(model)
-
-    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: loss_of(m, rank, 2) + loss_of(m, rank, 12)))
-
-
-def test_a_forward_without_backward_does_no_harm(thread_ranks):
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        for step in range(4):
-            loss_of(wrapped, rank, step + 100)  # Forgotten.
-            train_steps(wrapped, optimizer, rank, [step])
-        return snapshot(model)
-
-    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
-
-
-def test_forwards_for_evaluation_communicate_nothing(thread_ranks):
-    """Rank 0 alone evaluates, as many scripts do; nobody waits for it, and training goes on."""
-
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        for step in range(4):
-            if rank == 0:
-                with torch.no_grad():
-                    wrapped(batch(rank, step)[0])
-                wrapped.eval()
-                wrapped(batch(rank, step)[0])
-                wrapped.train()
-            train_steps(wrapped, optimizer, rank, [step])
-        return snapshot(model)
-
-    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
-
-
-class Checkpointed(nn.Module):
-    """Blocks whose activations are computed again in backward."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        with seeded():
-            self.first = nn.Linear(8, 16)
-            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-            self.last = nn.Linear(16, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = torch.utils.checkpoint.checkpoint(
-                nn.Sequential(block, nn.ReLU()), hidden, use_reentrant=self.use_reentrant
-            )
-        return self.last(hidden)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("delay_reduce", [False, True])
-def test_activation_checkpointing(thread_ranks, use_reentrant, delay_reduce):
-    check_training(thread_ranks, lambda: Checkpointed(use_reentrant), delay_reduce=delay_reduce)
-
-
-def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(thread_ranks):
-    def train() -> tuple[list[float], dict[str, torch.Tensor]]:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        scales = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(wrapped, rank, step)
-            if step == 1 and rank == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales, snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert [scales for scales, _ in results] == [[1024.0, 512.0, 512.0, 512.0]] * 2
-    assert_same_on_all_ranks([state for _, state in results])
-    assert_close(results[0][1], reference(mlp(), sgd, 2, (0, 2, 3)))
-
-
-def test_clipping_sees_the_mean_gradients(thread_ranks):
-    def train() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        rank, model, optimizer, wrapped = wrapped_for_rank()
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(wrapped, rank, step).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-        return norm, snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert torch.equal(results[0][0], results[1][0])
-    assert_same_on_all_ranks([state for _, state in results])
-    expected = mlp()
-    optimizer = sgd(expected.parameters())
-    for step in range(3):
-        mean_gradients(expected, 2, lambda m, rank, step=step: loss_of(m, rank, step))
-        nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
-        optimizer.step()
-    assert_close(results[0][1], snapshot(expected))
-
-
-def test_gradients_that_the_user_replaces_are_still_exchanged(thread_ranks):
-    """``.grad`` set to a tensor of the user's own before backward: added to, exchanged, kept."""
-
-    def train() -> dict[str, torch.Tensor]:
-        rank, model, _, wrapped = wrapped_for_rank()
-        for step in range(3):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, float(rank))
-            loss_of(wrapped, rank, step).backward()
-        return gradients(model)
-
-    expected = gradients_of_two(lambda m, rank: loss_of(m, rank, 2))
-    assert_trained(thread_ranks(2, train), {name: gradient + 0.5 for name, gradient in expected.items()})
 
 
 class Sides(nn.Module):
@@ -337,3 +124,101 @@ def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(thread_ran
         return model.left.tolist(), model.left.grad is None
 
     assert thread_ranks(2, train) == [([-float(one) for one in range(1, 65)], True)] * 2
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_lbfgs_calls_its_closure_several_times_in_a_step(thread_ranks, wrap):
+    def train() -> State:
+        loop = Loop(wrap, make_optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
+
+        def closure() -> torch.Tensor:
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.wrapped, loop.rank, loop.step)
+            loss.backward()
+            mean = loss.detach().clone()
+            bagua.comm.allreduce(mean, bagua.comm.ReduceOp.AVG)
+            return mean
+
+        for loop.step in range(2):
+            loop.optimizer.step(closure)
+        return snapshot(loop.model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_backward_with_create_graph_is_refused(thread_ranks):
+    def train() -> None:
+        loop = Loop()
+        with pytest.raises(ConfigurationError, match="create_graph"):
+            loop.loss().backward(create_graph=True)
+
+    thread_ranks(2, train)
+
+
+def test_a_gradient_hook_of_the_user_sees_local_gradients(thread_ranks):
+    """Hooks on tensors run before the gradient is accumulated, hence before it is exchanged."""
+
+    def train() -> tuple[torch.Tensor, torch.Tensor]:
+        loop, seen = Loop(), []
+        loop.model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        for _ in range(2):
+            loop.model.zero_grad()
+            loop.backward()
+        return seen[-1], loop.model[0].weight.grad
+
+    (first, mean), (second, _) = thread_ranks(2, train)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close((first + second) / 2, mean)
+
+
+def test_a_wrapped_module_inside_another_module(thread_ranks):
+    """Only the backbone is wrapped; the head on top of it stays local."""
+
+    def train() -> tuple[State, State]:
+        backbone, head = mlp(), nn.Linear(4, 4)
+        optimizer = sgd([*backbone.parameters(), *head.parameters()])
+        model = nn.Sequential(by_with_bagua(backbone, sgd(backbone.parameters())), head)
+        train_steps(model, optimizer, bagua.comm.get_rank(), range(3))
+        return snapshot(backbone), snapshot(head)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks([backbone for backbone, _ in results])
+    assert not torch.equal(results[0][1]["weight"], results[1][1]["weight"])
+
+
+def test_several_models_and_optimizers_in_one_process(thread_ranks):
+    """Two models trained in turns, one of them with two optimizers, as in adversarial training."""
+
+    def train() -> State:
+        rank, first, second = bagua.comm.get_rank(), mlp(1), mlp(2)
+        halves, whole = [sgd(first[:2].parameters()), sgd(first[2:].parameters())], sgd(second.parameters())
+        one, two = by_with_bagua(first, halves), by_bagua_init(second, whole)
+        for step in range(4):
+            for optimizer in (*halves, whole):
+                optimizer.zero_grad()
+            (loss_of(one, rank, step) + loss_of(two, rank, step)).backward()
+            for optimizer in (*halves, whole):
+                optimizer.step()
+        return snapshot(nn.ModuleList([first, second]))
+
+    expected = [reference(mlp(seed), sgd, 2, range(4)) for seed in (1, 2)]
+    merged = {f"{number}.{name}": value for number, state in enumerate(expected) for name, value in state.items()}
+    assert_trained(thread_ranks(2, train), merged)
+
+
+@pytest.mark.parametrize("attribute", ["_ddp_params_and_buffers_to_ignore", "_bagua_params_and_buffers_to_ignore"])
+def test_ignored_parameters_stay_local(thread_ranks, attribute):
+    def make() -> nn.Module:
+        model = mlp(seed=bagua.comm.get_rank())
+        setattr(model, attribute, ["0.weight"])
+        return model
+
+    def train() -> State:
+        loop = Loop(make=make)
+        loop.backward()
+        return snapshot(loop.model) | {f"{name}.grad": one for name, one in gradients(loop.model).items()}
+
+    first, second = thread_ranks(2, train)
+    for name in first:
+        assert torch.equal(first[name], second[name]) != (name in ("0.weight", "0.weight.grad")), name

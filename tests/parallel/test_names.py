@@ -7,29 +7,28 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
-from bagua.comm import get_rank, solo_group
+from bagua.comm import solo_group
 from bagua.errors import InvalidTypeError, UnsupportedAlgorithmException
-from tests.harness import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 
 
 def test_a_model_of_with_bagua_switches_and_keeps_its_optimizers_and_options(thread_ranks):
-    def train() -> dict[str, torch.Tensor]:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = bagua.with_bagua(model, optimizer, bucket_bytes=100)
-        assert wrapped is model
+    def train() -> State:
+        loop = Loop(bagua.with_bagua, bucket_bytes=100)
+        wrapped = loop.wrapped
+        assert wrapped is loop.model
         assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
-        train_steps(wrapped, optimizer, get_rank(), range(2))
-        assert wrapped.switch_to("bytegrad") is model
-        train_steps(wrapped, optimizer, get_rank(), range(2, 4))
-        assert wrapped.bagua_optimizers == [optimizer]
-        assert wrapped._bagua_engine.reducer.options.bucket_bytes == 100
+        loop.train(2)
+        assert wrapped.switch_to("bytegrad") is loop.model
+        loop.train(2)
+        assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 100)
         with pytest.raises(UnsupportedAlgorithmException):
             wrapped.switch_to("bytegrab")
         assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
-        return snapshot(model)
+        return snapshot(loop.model)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -68,9 +67,7 @@ def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
 
 def test_debug_says_what_is_exchanged_and_info_does_not(thread_ranks, caplog):
     def train() -> None:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        train_steps(bagua.with_bagua(model, optimizer, "bytegrad", bucket_bytes=600), optimizer, get_rank(), range(1))
+        Loop(lambda model, optimizer: bagua.with_bagua(model, optimizer, "bytegrad", bucket_bytes=600)).train()
 
     for level, times in (("INFO", 0), ("DEBUG", 1)):
         caplog.clear()

@@ -28,40 +28,38 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua
 
 pytestmark = pytest.mark.threads
 
 
-def _trained(wrap: str, steps: int = 3) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """The user's model, what wraps it, and its optimizer, after some steps."""
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = WRAPS[wrap](model, optimizer)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(steps))
-    return model, wrapped, optimizer
+def _trained(wrap: str) -> Loop:
+    loop = Loop(wrap)
+    loop.train(3)
+    return loop
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
 def test_state_dict_has_the_keys_of_the_plain_module_and_loads_back(thread_ranks, wrap):
     def check() -> None:
-        model, wrapped, optimizer = _trained(wrap)
-        state = wrapped.state_dict()
+        loop = _trained(wrap)
+        state = loop.wrapped.state_dict()
         assert list(state) == list(mlp().state_dict())
         plain = mlp(seed=3)
         plain.load_state_dict(state)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        result = wrapped.load_state_dict(plain.state_dict())
+        loop.train(2)
+        result = loop.wrapped.load_state_dict(plain.state_dict())
         assert not result.missing_keys
         assert not result.unexpected_keys
-        assert_same_on_all_ranks([snapshot(model), snapshot(plain)])
+        assert_same_on_all_ranks([snapshot(loop.model), snapshot(plain)])
 
     thread_ranks(2, check)
 
 
 def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know(thread_ranks):
     def check() -> None:
-        model, wrapped, _ = _trained("data_parallel")
+        loop = _trained("data_parallel")
+        model, wrapped = loop.model, loop.wrapped
         theirs = [f"module.{name}" for name in mlp().state_dict()]
         assert list(wrapped.state_dict()) == theirs
         assert list(wrapped.module.state_dict()) == list(mlp().state_dict())
@@ -75,7 +73,7 @@ def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know(thr
 @pytest.mark.parametrize("what", ["state_dict", "one tensor", "gradient"])
 def test_saved_tensors_do_not_drag_a_bucket_into_the_file(thread_ranks, wrap, what):
     def check() -> None:
-        _, wrapped, _ = _trained(wrap)
+        wrapped = _trained(wrap).wrapped
         first = next(iter(wrapped.parameters()))
         saved, plain = {
             "state_dict": (wrapped.state_dict(), mlp().state_dict()),
@@ -97,7 +95,8 @@ def _file_bytes(value: object) -> int:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_is_a_plain_module_without_engine(thread_ranks, wrap, way):
     def check() -> None:
-        model, wrapped, _ = _trained(wrap)
+        loop = _trained(wrap)
+        model, wrapped = loop.model, loop.wrapped
         copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](wrapped)
         before = snapshot(model)
         assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
@@ -123,26 +122,25 @@ def _saved(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_original_still_trains_after_it_was_copied(thread_ranks, wrap):
-    def check() -> dict[str, torch.Tensor]:
-        model, wrapped, optimizer = _trained(wrap)
-        copy.deepcopy(wrapped)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3, 6))
-        return snapshot(model)
+    def check() -> State:
+        loop = _trained(wrap)
+        copy.deepcopy(loop.wrapped)
+        return loop.train(3)
 
     assert_same_on_all_ranks(thread_ranks(2, check))
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
 def test_averaged_model_works(thread_ranks, wrap):
-    def check() -> dict[str, torch.Tensor]:
-        model, wrapped, optimizer = _trained(wrap)
-        averaged = torch.optim.swa_utils.AveragedModel(wrapped)
-        for step in range(3, 6):
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
-            averaged.update_parameters(wrapped)
+    def check() -> State:
+        loop = _trained(wrap)
+        averaged = torch.optim.swa_utils.AveragedModel(loop.wrapped)
+        for _ in range(3):
+            loop.train()
+            averaged.update_parameters(loop.wrapped)
         averaged.eval()
         averaged(torch.zeros(1, 8))
-        assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), model.parameters(), strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), loop.model.parameters(), strict=True))
         return snapshot(averaged)
 
     assert_same_on_all_ranks(thread_ranks(2, check))
@@ -172,10 +170,8 @@ def _hooks(module: nn.Module) -> int:
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
     def check() -> int:
-        model, wrapped, _ = _trained(wrap)  # Without its wrapper, a model loses the hooks.
-        count = _hooks(model)
-        del wrapped
-        return count
+        loop = _trained(wrap)  # Without its wrapper, a model loses the hooks.
+        return _hooks(loop.model)
 
     assert thread_ranks(1, check) == [0]
     assert all(count > 0 for count in thread_ranks(2, check)), "this test can fail"
@@ -183,9 +179,9 @@ def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
 
 def test_a_model_that_nobody_holds_is_freed(thread_ranks):
     def check() -> None:
-        model, wrapped, optimizer = _trained("bagua_init")
-        gone = weakref.ref(model)
-        del model, wrapped, optimizer
+        loop = _trained("bagua_init")
+        gone = weakref.ref(loop.model)
+        del loop
         gc.collect()
         assert gone() is None
 
@@ -195,19 +191,17 @@ def test_a_model_that_nobody_holds_is_freed(thread_ranks):
 def test_the_ddp_like_class_can_be_wrapped_around_the_module_of_another(thread_ranks):
     """Wrapping anew, as notebooks do, gives a model that is still synchronized."""
 
-    def check() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model, first, optimizer = _trained("data_parallel")
-        del first
-        wrapped = DistributedDataParallel(model, optimizers=[optimizer])
-        train_steps(wrapped, optimizer, rank, range(3, 6))
-        return snapshot(model)
+    def check() -> State:
+        loop = _trained("data_parallel")
+        del loop.wrapped
+        loop.wrapped = DistributedDataParallel(loop.model, optimizers=[loop.optimizer])
+        return loop.train(3)
 
     assert_same_on_all_ranks(thread_ranks(2, check))
 
 
 def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
-    def check() -> dict[str, torch.Tensor]:
+    def check() -> State:
         rank = bagua.comm.get_rank()
         model = nn.Sequential(mlp(seed=rank), nn.BatchNorm1d(4))
         model[1].running_mean.fill_(float(rank + 5))
@@ -220,7 +214,7 @@ def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
 
 
 def test_the_optimizer_state_of_rank_0_is_everywhere_after_wrapping(thread_ranks):
-    def check() -> dict[str, torch.Tensor]:
+    def check() -> State:
         rank = bagua.comm.get_rank()
         model = mlp()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1))

@@ -6,23 +6,19 @@ import pytest
 import torch
 
 import bagua.comm
-import bagua.torch_api
 from bagua.algorithms import DecentralizedAlgorithm, ScatterGatherAllReduceAlgorithm
 from bagua.errors import ConfigurationError
 from bagua.torch_api.distributed import BucketType, DistributedModule, OverlappingWrapper, Reducer
 from tests.harness import (
     State,
-    assert_close,
-    assert_same_on_all_ranks,
     gradients,
     loss_of,
     mean_gradients,
     mlp,
     reference,
     sgd,
-    snapshot,
-    train_steps,
 )
+from tests.parallel.wrapping import Loop, assert_trained
 
 pytestmark = pytest.mark.threads
 
@@ -31,71 +27,56 @@ def _reducer(model: torch.nn.Module, **options: object) -> Reducer:
     return Reducer(model, [], BucketType.Gradient, False, 8, False, True, bucket_bytes=1000, **options)
 
 
-def test_the_documented_life_of_a_reducer(thread_ranks):
+@pytest.mark.parametrize("by_place", [False, True])
+def test_the_documented_life_of_a_reducer(thread_ranks, by_place):
     """Collected in the first iteration, marked one by one in the later ones; without any hook."""
 
     def train() -> list[State]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        reducer = _reducer(model)
-        seen = []
+        loop, seen = Loop(lambda model, _: model), []
+        reducer, order = _reducer(loop.model), list(reversed(list(loop.model.parameters())))
+        assert not reducer.bucket_initialized
+        for early in (reducer.mark_on_complete, lambda: reducer.mark_tensor_ready(order[0])):
+            with pytest.raises(ConfigurationError, match="not been formed"):
+                early()
         for step in range(3):
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-            order = list(reversed(list(model.parameters())))
+            loop.model.zero_grad()
+            loop.backward()
             if step == 0:
                 for parameter in order:
+                    assert reducer.fill_slot(parameter) is parameter.grad
                     reducer.add_param(parameter)
                 buckets = reducer.initialize_buckets()
+                assert reducer.bucket_initialized
                 assert sum(len(bucket) for bucket in buckets) == len(order)
                 reducer.begin_step()
-                for bucket in reducer.buckets:
-                    reducer.mark_bucket_ready(bucket)
+                for wrong in (1, len(buckets)):
+                    with pytest.raises(ConfigurationError, match="not in this place"):
+                        reducer.mark_bucket_ready(buckets[0], wrong)
+                for index, bucket in enumerate(buckets if by_place else reducer.buckets):
+                    reducer.mark_bucket_ready(bucket, *([index] if by_place else []))
             else:
                 reducer.begin_step()
                 for parameter in order:
                     reducer.mark_tensor_ready(parameter)
             reducer.mark_on_complete()
-            for parameter in order:
-                assert torch.equal(reducer.fill_slot(parameter), parameter.grad)
-            seen.append(gradients(model))
+            assert all(reducer.fill_slot(parameter) is parameter.grad for parameter in order)
+            seen.append(gradients(loop.model))
+        assert reducer.step == 3
         return seen
 
     for step, states in enumerate(zip(*thread_ranks(2, train), strict=True)):
         expected = mlp()
         mean_gradients(expected, 2, lambda model, rank, step=step: loss_of(model, rank, step))
-        assert_same_on_all_ranks(list(states))
-        assert_close(states[0], gradients(expected))
+        assert_trained(states, gradients(expected))
 
 
-def test_buckets_are_marked_by_the_lists_and_places_that_were_returned(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
+def test_a_gradient_that_is_not_there_has_no_slot(thread_ranks):
+    def check() -> None:
         model = mlp()
-        reducer = _reducer(model)
-        assert not reducer.bucket_initialized
         with pytest.raises(ConfigurationError, match="not been formed"):
-            reducer.fill_slot(model[0].weight)
-        loss_of(model, rank, 0).backward()
-        for parameter in model.parameters():
-            assert reducer.fill_slot(parameter) is parameter.grad
-            reducer.add_param(parameter)
-        buckets = reducer.initialize_buckets()
-        assert reducer.bucket_initialized
-        assert len(buckets) > 1
-        for wrong in (1, len(buckets)):
-            with pytest.raises(ConfigurationError, match="not in this place"):
-                reducer.mark_bucket_ready(buckets[0], wrong)
-        for index, bucket in enumerate(buckets):
-            reducer.mark_bucket_ready(bucket, index)
-        reducer.mark_on_complete()
-        return gradients(model)
+            _reducer(model).fill_slot(model[0].weight)
 
-    states = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda model, rank: loss_of(model, rank, 0))
-    assert_same_on_all_ranks(states)
-    assert_close(states[0], gradients(expected))
+    thread_ranks(2, check)
 
 
 def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given(thread_ranks):
@@ -160,51 +141,44 @@ def test_impossible_alignments_are_refused(thread_ranks, align_bytes):
     thread_ranks(1, check)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, True])
-def test_impossible_bucket_sizes_are_refused(thread_ranks, bucket_bytes):
+WRONG = [*({"bucket_bytes": wrong} for wrong in (0, -1, 1.5, True)), {"parameter_manager": object()}]
+
+
+@pytest.mark.parametrize("option", WRONG, ids=lambda option: f"{option}".partition(" at ")[0])
+def test_impossible_options_are_refused(thread_ranks, option):
     def check() -> None:
-        with pytest.raises(ConfigurationError, match="bucket_bytes"):
-            OverlappingWrapper(mlp(), [], bucket_bytes=bucket_bytes)
+        with pytest.raises(ConfigurationError, match=next(iter(option))):
+            OverlappingWrapper(mlp(), [], **option)
 
     thread_ranks(1, check)
 
 
 def test_the_wrapper_trains_and_unwraps(thread_ranks):
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = OverlappingWrapper(model, optimizer, align_bytes=64, bucket_bytes=1000)
-        assert isinstance(wrapped, DistributedModule)
-        assert wrapped.unwrap() is model
-        train_steps(wrapped, optimizer, rank, range(3))
-        wrapped.create_hooks()  # Idempotent.
-        train_steps(wrapped, optimizer, rank, range(3, 6))
-        return snapshot(model)
+        loop = Loop(OverlappingWrapper, align_bytes=64, bucket_bytes=1000)
+        assert isinstance(loop.wrapped, DistributedModule)
+        assert loop.wrapped.unwrap() is loop.model
+        loop.train(3)
+        loop.wrapped.create_hooks()  # Idempotent.
+        return loop.train(3)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(6)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(6)))
 
 
 def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy(thread_ranks):
     def train() -> tuple[State, list[int], bool]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = OverlappingWrapper(model, [optimizer], bucket_bytes=10**6)
-        train_steps(wrapped, optimizer, rank, range(2))
-        names = [name for name, _ in model.named_parameters()]
-        wrapped.reset_reducer(hierarchical_reduce=True, buckets=[names[4:], names[:4]])
-        train_steps(wrapped, optimizer, rank, range(2, 4))
-        sizes = [len(bucket.names) for bucket in wrapped.reducer.buckets]
-        return snapshot(model), sizes, "reduce" in bagua.comm.stats()
+        loop = Loop(OverlappingWrapper, bucket_bytes=10**6)
+        loop.train(2)
+        names = [name for name, _ in loop.model.named_parameters()]
+        loop.wrapped.reset_reducer(hierarchical_reduce=True, buckets=[names[4:], names[:4]])
+        state = loop.train(2)
+        sizes = [len(bucket.names) for bucket in loop.wrapped.reducer.buckets]
+        return state, sizes, "reduce" in bagua.comm.stats()
 
     results = thread_ranks(3, train, hosts=[2, 1])
     assert [sizes for _, sizes, _ in results] == [[2, 4]] * 3
     assert any(reduced for _, _, reduced in results)
-    assert_same_on_all_ranks([state for state, _, _ in results])
-    assert_close(results[0][0], reference(mlp(), sgd, 3, range(4)))
+    assert_trained([state for state, _, _ in results], reference(mlp(), sgd, 3, range(4)))
 
 
 FLAGS = [
@@ -222,14 +196,6 @@ def test_flags_choose_an_algorithm(thread_ranks, flags, algorithm):
     thread_ranks(1, check)
 
 
-def test_parameter_managers_are_refused(thread_ranks):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match="parameter_manager"):
-            OverlappingWrapper(mlp(), [], parameter_manager=object())
-
-    thread_ranks(1, check)
-
-
 def test_unknown_keywords_are_a_type_error_that_names_the_known_ones(thread_ranks):
     def check() -> None:
         with pytest.raises(TypeError, match="bucket_bytes"):
@@ -243,12 +209,9 @@ def test_unknown_keywords_are_a_type_error_that_names_the_known_ones(thread_rank
 @pytest.mark.parametrize("chunking", [False, True])
 def test_chunking_pads_buckets_so_that_they_split_evenly(thread_ranks, chunking):
     def check() -> list[tuple[int, float]]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped, _ = bagua.torch_api.bagua_init(model, optimizer, chunking=chunking, align_bytes=64)
-        train_steps(wrapped, optimizer, rank, range(2))
-        (bucket,) = wrapped.bagua_buckets
+        loop = Loop(chunking=chunking, align_bytes=64, bucket_bytes=10**6)
+        loop.train(2)
+        (bucket,) = loop.wrapped.bagua_buckets
         used = torch.zeros_like(bucket.gradients, dtype=torch.bool)
         for view in bucket.views(used):
             view.fill_(True)

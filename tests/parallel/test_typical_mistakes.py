@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,56 +12,9 @@ import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import get_rank, solo_group
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
-from tests.harness import assert_close, loss_of, mlp, sgd, snapshot
+from tests.harness import mlp, sgd
 
 pytestmark = pytest.mark.threads
-
-Way = Callable[[torch.nn.Module, int], None]
-
-
-def backward_twice(model: torch.nn.Module, rank: int) -> None:
-    loss = loss_of(model, rank, 0)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def two_losses(model: torch.nn.Module, rank: int) -> None:
-    output = model(torch.full((2, 8), rank + 1.0))
-    output.sum().backward(retain_graph=True)
-    output.square().mean().backward()
-
-
-def two_batches_without_no_sync(model: torch.nn.Module, rank: int) -> None:
-    for number in range(2):
-        loss_of(model, rank, number).backward()
-
-
-def _step_of_plain_torch(way: Way) -> dict[str, torch.Tensor]:
-    """One step from the mean of the gradients of two ranks, each computed alone."""
-    model = mlp()
-    alone = [copy.deepcopy(model) for _ in range(2)]
-    for rank, replica in enumerate(alone):
-        way(replica, rank)
-    for parameter, *others in zip(model.parameters(), *(one.parameters() for one in alone), strict=True):
-        parameter.grad = sum(one.grad for one in others) / 2
-    sgd(model.parameters()).step()
-    return snapshot(model)
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["optimizer", "optimizer made after wrapping"])
-@pytest.mark.parametrize("way", [backward_twice, two_losses, two_batches_without_no_sync])
-def test_several_backward_passes_for_one_update_give_the_mean_of_their_sums(thread_ranks, way, before):
-    def train() -> dict[str, torch.Tensor]:
-        model = mlp(seed=get_rank())
-        optimizer = sgd(model.parameters())
-        wrapped = bagua.with_bagua(model, optimizer if before else [])
-        way(wrapped, get_rank())
-        (optimizer if before else sgd(model.parameters())).step()
-        return snapshot(model)
-
-    expected = _step_of_plain_torch(way)
-    for state in thread_ranks(2, train):
-        assert_close(state, expected)
 
 
 def test_model_and_optimizer_in_the_wrong_order_are_named():
@@ -124,20 +75,6 @@ def test_another_model_on_each_rank_names_the_first_parameter_and_both_shapes(th
         )
 
 
-def test_an_unused_parameter_is_named_with_the_ranks_and_the_cure(thread_ranks):
-    def train() -> str:
-        model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-        model.forward = model[0].forward
-        wrapped = bagua.with_bagua(model, sgd(model.parameters()))
-        with pytest.raises(ConfigurationError) as caught:
-            wrapped(torch.ones(1, 2)).sum().backward()
-        return str(caught.value)
-
-    for told in thread_ranks(2, train):
-        assert "1.weight" in told
-        assert "find_unused_parameters" in told
-
-
 def test_a_loss_that_is_not_finite_on_one_rank_reaches_all_as_with_ddp(thread_ranks):
     def train() -> bool:
         model = mlp()
@@ -146,3 +83,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_reaches_all_as_with_ddp(thread_ra
         return all(bool(parameter.grad.isnan().any()) for parameter in model.parameters())
 
     assert thread_ranks(2, train) == [True, True]
+
+
+def test_scripted_modules_are_refused():
+    class Scripted(torch.jit.ScriptModule):
+        pass
+
+    with pytest.raises(ConfigurationError, match="scripted"):
+        bagua.with_bagua(Scripted(), [], "bytegrad", solo_group())

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 import bagua.torch_api as bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.harness import (
-    Losses,
     OptimizerMaker,
     State,
     assert_close,
     assert_same_on_all_ranks,
-    gradients,
     loss_of,
-    mean_gradients,
     mlp,
-    reference,
     sgd,
     snapshot,
+    train_steps,
 )
 
 #: Makes several buckets out of the small models of the tests.
@@ -57,48 +55,45 @@ WRAPS: dict[str, Wrap] = {
 }
 
 
-def wrapped_for_rank(
-    make: Callable[[], nn.Module] = mlp,
-    wrap: Wrap = by_bagua_init,
-    make_optimizer: OptimizerMaker = sgd,
-    **options: Any,
-) -> tuple[int, nn.Module, optim.Optimizer, nn.Module]:
-    """Number of the calling rank, its model, an optimizer, and what its training loop calls."""
-    model = make()
-    optimizer = make_optimizer(model.parameters())
-    return bagua.get_rank(), model, optimizer, wrap(model, optimizer, **options)
+class Loop:
+    """A model that one rank trains.
+
+    Attributes:
+        rank: number of the calling rank.
+        model: what the user wrote.
+        optimizer: of all its parameters.
+        wrapped: what the training loop calls.
+        step: number of steps that were made.
+    """
+
+    def __init__(
+        self,
+        wrap: Wrap | str = "bagua_init",
+        make: Callable[[], nn.Module] = mlp,
+        make_optimizer: OptimizerMaker = sgd,
+        **options: Any,
+    ) -> None:
+        self.rank, self.step = bagua.get_rank(), 0
+        self.model = make()
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.wrapped = (WRAPS[wrap] if isinstance(wrap, str) else wrap)(self.model, self.optimizer, **options)
+
+    def loss(self) -> torch.Tensor:
+        """That of this rank in the next step, which is counted."""
+        self.step += 1
+        return loss_of(self.wrapped, self.rank, self.step - 1)
+
+    def backward(self) -> None:
+        self.loss().backward()  # type: ignore[no-untyped-call]
+
+    def train(self, steps: int = 1) -> State:
+        """So many steps; the weights after them."""
+        train_steps(self.wrapped, self.optimizer, self.rank, range(self.step, self.step + steps))
+        self.step += steps
+        return snapshot(self.model)
 
 
 def assert_trained(results: Sequence[State], expected: State) -> None:
     """Every rank has bitwise the same tensors, and these are the expected ones."""
     assert_same_on_all_ranks(results)
     assert_close(results[0], expected)
-
-
-def check_training(
-    thread_ranks: Callable[..., list[State]],
-    make: Callable[[], nn.Module] = mlp,
-    losses: Losses = loss_of,
-    make_optimizer: OptimizerMaker = sgd,
-    steps: Iterable[int] = range(4),
-    wrap: Wrap = by_bagua_init,
-    **options: Any,
-) -> None:
-    """Train on two ranks, and compare with one process that has the batches of both."""
-
-    def train() -> State:
-        rank, model, optimizer, wrapped = wrapped_for_rank(make, wrap, make_optimizer, **options)
-        for step in steps:
-            optimizer.zero_grad()
-            losses(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    assert_trained(thread_ranks(2, train), reference(make(), make_optimizer, 2, steps, losses))
-
-
-def gradients_of_two(losses: Callable[[nn.Module, int], Any]) -> State:
-    """Mean gradients of ``mlp()`` over two ranks, for the losses of a model and a rank."""
-    model = mlp()
-    mean_gradients(model, 2, losses)
-    return gradients(model)

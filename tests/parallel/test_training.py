@@ -1,0 +1,344 @@
+"""Models, losses and optimizers that are legal with plain torch, compared with one process that has all data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.harness import (
+    Losses,
+    OptimizerMaker,
+    State,
+    assert_same_on_all_ranks,
+    batch,
+    loss_of,
+    mlp,
+    reference,
+    seeded,
+    sgd,
+    snapshot,
+)
+from tests.parallel.wrapping import WRAPS, Loop
+
+pytestmark = pytest.mark.threads
+STEPS = 4
+
+
+class Case(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        make: makes the model.
+        losses: loss of what is called, on a rank, in a step.
+        optimizer: makes the optimizer.
+        options: of ``bagua_init``, which is then the only way in.
+        tolerance: largest relative difference from one process.
+    """
+
+    make: Callable[[], nn.Module] = mlp
+    losses: Losses = loss_of
+    optimizer: OptimizerMaker = sgd
+    options: Mapping[str, Any] = MappingProxyType({})
+    tolerance: float = 1e-4
+
+
+class Made(nn.Module):
+    """Parts with equal weights on all ranks, and what becomes of the inputs ``(6, 8)``."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Callable[[], nn.Module | nn.Parameter]) -> None:
+        super().__init__()
+        self.call = forward
+        with seeded():
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        return self.call(self, *inputs, **more)
+
+
+def made(forward: Callable[..., Any], **parts: Callable[[], nn.Module | nn.Parameter]) -> Case:
+    return Case(lambda: Made(forward, **parts))
+
+
+def linear(inputs: int, outputs: int, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(inputs, outputs, **options)
+
+
+# Parameters that are shared, frozen, of several types, of any layout.
+
+
+def tied() -> nn.Module:
+    """One weight under two names, as in language models."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    return model
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return sgd(parameter for parameter in parameters if parameter.requires_grad)
+
+
+def three_types(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return self.third(self.second(self.first(inputs).double()).bfloat16()).float()
+
+
+def channels_last() -> nn.Module:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(inputs.view(-1, 2, 2, 2)))).flatten(1)
+
+    model = Made(
+        forward,
+        first=lambda: nn.Conv2d(2, 8, 3, padding=1),
+        norm=lambda: nn.GroupNorm(2, 8),
+        last=lambda: nn.Conv2d(8, 4, 2),
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+def holds(*parameters: torch.Tensor) -> nn.Module:
+    """A model that adds up what it holds."""
+
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return sum((parameter * inputs.sum()).abs().sum() for parameter in self.held).expand(6, 4)
+
+    return Made(forward, held=lambda: nn.ParameterList(nn.Parameter(parameter) for parameter in parameters))
+
+
+def in_float(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Old versions of torch take the loss of one dtype only."""
+    return loss_of(lambda inputs: model(inputs).float(), rank, step)
+
+
+HELD: dict[str, Callable[[], nn.Module]] = {
+    "transposed": lambda: holds(torch.arange(12.0).view(3, 4).t(), torch.ones(2)),
+    "without elements": lambda: holds(torch.ones(0), torch.ones(3), torch.ones(2, 0)),
+    "complex": lambda: holds(torch.ones(3, dtype=torch.complex64), torch.ones(3)),
+    "float64": lambda: holds(torch.ones(3, dtype=torch.float64), torch.ones(3)),
+    "view of a larger tensor": lambda: holds(torch.ones(100)[::7], torch.ones(3)),
+    "channels last": lambda: holds(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(1)),
+}
+PARAMETERS = {
+    "tied": Case(tied, optimizer=trainable),
+    "frozen": Case(frozen, optimizer=trainable),
+    "on the root, one of them a scalar": made(
+        lambda self, inputs: nn.functional.linear(inputs, self.weight) * self.scale,
+        weight=lambda: nn.Parameter(torch.randn(4, 8)),
+        scale=lambda: nn.Parameter(torch.tensor(2.0)),
+    ),
+    "of three types": made(
+        three_types,
+        first=linear(8, 8),
+        second=linear(8, 8, dtype=torch.float64),
+        third=linear(8, 4, dtype=torch.bfloat16),
+    )._replace(tolerance=5e-2),
+    "in channels_last": Case(channels_last),
+    **{
+        f"{kind}, fusion {fusion}": Case(make, in_float, options={"fusion": fusion})
+        for kind, make in HELD.items()
+        for fusion in (True, False)
+    },
+}
+
+
+# Layers, some of which compute their activations again, and hooks on them.
+
+
+def sequence(make: Callable[[], nn.Module], width: int) -> Case:
+    """A layer on 4 steps of 2 features."""
+
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.layer(inputs.view(6, 4, 2))
+        return self.last((output[0] if isinstance(output, tuple) else output).flatten(1))
+
+    return made(forward, layer=make, last=linear(4 * width, 4))
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[], nn.Module]:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = checkpoint(nn.Sequential(block, nn.ReLU()), hidden, use_reentrant=use_reentrant)
+        return self.last(hidden)
+
+    blocks = lambda: nn.ModuleList(nn.Linear(16, 16) for _ in range(3))  # noqa: E731
+    return lambda: Made(forward, first=linear(8, 16), blocks=blocks, last=linear(16, 4))
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    model[2].register_full_backward_hook(lambda module, before, after: tuple(g * 3 for g in before))
+    model.register_full_backward_hook(lambda module, before, after: None)
+    return model
+
+
+LAYERS = {
+    "lstm": sequence(lambda: nn.LSTM(2, 3, num_layers=2, batch_first=True), 3),
+    "gru": sequence(lambda: nn.GRU(2, 3, batch_first=True, bidirectional=True), 6),
+    "transformer": sequence(
+        lambda: nn.TransformerEncoderLayer(2, 1, dim_feedforward=8, dropout=0.0, batch_first=True), 2
+    ),
+    "weight norm": sequence(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), 3),
+    "orthogonal": sequence(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)), 2),
+    "layer norm": sequence(lambda: nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4)), 4),
+    "group norm": sequence(lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.PReLU(), nn.Linear(2, 3)), 3),
+    "hooks": Case(hooked),
+    **{
+        f"checkpointed, reentrant {reentrant}, delayed {delay}": Case(
+            checkpointed(reentrant), options={"delay_reduce": delay}
+        )
+        for reentrant in (False, True)
+        for delay in (False, True)
+    },
+}
+
+# Outputs and losses.
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    note: str = "a dataclass"
+
+
+class Named(NamedTuple):
+    note: str
+    value: torch.Tensor
+
+
+class Plain:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self.itself = self
+
+
+class ModelOutput(OrderedDict):
+    """Like the ``ModelOutput`` of transformers: a dictionary whose items are attributes, too."""
+
+
+def returns(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Case:
+    """A model whose output has another form."""
+    case = made(lambda self, inputs: pack(self.layers(inputs)), layers=mlp)
+    return case._replace(losses=lambda model, *place: loss_of(lambda inputs: unpack(model(inputs)), *place))
+
+
+def own_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return model(inputs, targets=targets)
+
+
+def penalty(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss that contains a gradient: a derivative of a derivative, with the graph kept in between."""
+    inputs, targets = batch(rank, step)
+    inputs.requires_grad_(True)
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + gradient.pow(2).sum()
+
+
+def adapted(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """As in meta-learning: the gradient arrives through the tensors that took the places of the parameters."""
+    plain = getattr(model, "module", model)
+    weights = {name: parameter * 0.9 for name, parameter in plain.named_parameters()}
+    return loss_of(lambda inputs: torch.func.functional_call(plain, weights, (inputs,)), rank, step)
+
+
+def in_bfloat16(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(lambda inputs: model(inputs).float(), rank, step)
+
+
+def own_order(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Each rank runs the branches in another order; buckets follow that of rank 0."""
+    return loss_of(lambda inputs: model(inputs, rank), rank, step)
+
+
+def branches(self: Any, inputs: torch.Tensor, rank: int) -> torch.Tensor:
+    first, second = (self.left, self.right) if rank == 0 else (self.right, self.left)
+    return first(inputs).tanh() * second(inputs).tanh()
+
+
+OUTPUTS = {
+    "dataclass": returns(Output, lambda output: output.value),
+    "named tuple": returns(lambda value: Named("", value), lambda output: output.value),
+    "nested": returns(lambda value: {"a": [None, (value, 3)], "b": "text"}, lambda output: output["a"][1][0]),
+    "mapping": returns(lambda value: ModelOutput(value=value), lambda output: output["value"]),
+    "object": returns(Plain, lambda output: output.value),
+    "function": returns(lambda value: lambda: value, lambda output: output()),
+    "several": returns(lambda value: (value, value * 2, value.detach()), lambda output: output[0] + output[1]),
+    "changed in place": Case(losses=lambda model, *at: loss_of(lambda inputs: model(inputs).mul_(2).relu_(), *at)),
+    "loss": made(
+        lambda self, inputs, targets: nn.functional.mse_loss(self.layers(inputs), targets), layers=mlp
+    )._replace(losses=own_loss),
+    "parameter": made(lambda self, _: self.weight, weight=lambda: nn.Parameter(torch.randn(4, 8)))._replace(
+        losses=lambda model, *at: loss_of(lambda inputs: nn.functional.linear(inputs, model(inputs)), *at)
+    ),
+    "gradient penalty": made(
+        lambda self, inputs: self.layers(inputs),
+        layers=lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4, bias=False)),
+    )._replace(losses=penalty),
+    "functional call": Case(losses=adapted),
+    "autocast": Case(losses=in_bfloat16),
+    "branches in another order": made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
+        losses=own_order, options={"bucket_bytes": 1}
+    ),
+}
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "fused adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "foreach sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, centered=True),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **{name: Case(optimizer=make) for name, make in OPTIMIZERS.items()}}
+
+
+def train(wrap: str, case: Case) -> State:
+    loop = Loop(wrap, case.make, case.optimizer, **case.options)
+    layouts = layouts_of(loop.model)
+    for step in range(STEPS):
+        loop.optimizer.zero_grad()
+        case.losses(loop.wrapped, loop.rank, step).backward()
+        loop.optimizer.step()
+    assert layouts_of(loop.model) == layouts
+    return snapshot(loop.model)
+
+
+def layouts_of(model: nn.Module) -> list[bool]:
+    return [one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last) for one in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("case", "wrap"),
+    [(case, wrap) for case in CASES for wrap in WRAPS if wrap == "bagua_init" or not CASES[case].options],
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_ranks_train_as_one_process_that_has_all_data(thread_ranks, wrap, case):
+    one = CASES[case]
+    results = thread_ranks(2, train, wrap, one)
+    assert_same_on_all_ranks(results)
+    expected = reference(one.make(), one.optimizer, 2, range(STEPS), one.losses)
+    torch.testing.assert_close(results[0], expected, rtol=one.tolerance, atol=one.tolerance / 100)
+
+
+def test_anomaly_detection(thread_ranks):
+    with torch.autograd.set_detect_anomaly(True):  # Of the process, so not in the ranks that are its threads.
+        assert_same_on_all_ranks(thread_ranks(2, lambda: Loop().train(2)))
+    assert not torch.is_anomaly_enabled()
