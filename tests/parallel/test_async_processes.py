@@ -15,7 +15,7 @@ import bagua.comm
 from bagua import testing
 from bagua.algorithms import AsyncModelAverageAlgorithm
 from bagua.comm.store.serving import serve_store
-from bagua.errors import PeerLostError
+from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
 from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
 from tests.parallel.scripts import start_scripts
@@ -46,6 +46,32 @@ def test_models_are_equal_after_abort_on_gloo(process_ranks):
 @pytest.mark.shm
 def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
     assert_same_on_all_ranks(shm_pool.run(_train_and_abort, size=2))
+
+
+def _abort_in_a_child() -> int:
+    """The exit status of a forked child that calls ``abort``; its parent averages on."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = _build()
+    train_until_averaged(model, optimizer, rank)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        status = 1
+        try:
+            model.bagua_algorithm.abort(model)
+        except CommunicatorClosedError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    train_until_averaged(model, optimizer, rank)
+    model.bagua_algorithm.abort(model)
+    return os.waitstatus_to_exitcode(ended)
+
+
+@pytest.mark.gloo
+def test_a_forked_child_does_not_wait_for_the_end(process_ranks):
+    assert process_ranks(2, _abort_in_a_child) == [0, 0]
 
 
 def _train_until_killed() -> tuple[int, ...]:
@@ -93,7 +119,7 @@ import sys
 import time
 import torch
 import bagua.torch_api as bagua
-from bagua.errors import PeerLostError
+from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 
 bagua.init_process_group(backend="gloo")
