@@ -121,10 +121,19 @@ def chosen_algorithm(
     return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
 
 
-def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise a ``TypeError`` that names what is known, if there is anything unknown."""
+def refuse_unknown(
+    unknown: Mapping[str, object], known: Iterable[str], algorithm: Algorithm | DistributedAlgorithm | str | None = None
+) -> None:
+    """Raise a ``TypeError`` that names what is known, or says that it is an option of ``algorithm``."""
     if unknown:
         known = list(known)
+        kind = None if algorithm is None else type(as_algorithm(algorithm))
+        options = [name for name in unknown if name in getattr(kind, "__dataclass_fields__", ())]
+        if kind is not None and options:
+            raise TypeError(
+                f"options of the algorithm, and not of this call: {', '.join(options)}. "
+                f"Pass algorithm={kind.__name__}({', '.join(f'{name}=...' for name in options)})"
+            )
         meant = " ".join(filter(None, (did_you_mean(name, known) for name in unknown)))
         text = f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}"
         raise TypeError(f"{text}. {meant}" if meant else text)

@@ -118,7 +118,7 @@ class DistributedDataParallel(OverlappingWrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
+        refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1], algorithm)
         refuse_what_is_missing(locals())
         check_module(module)
         _refuse_frozen(module)

@@ -204,7 +204,7 @@ def with_bagua(
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> bagua.destroy_process_group()
     """
-    refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
+    refuse_unknown(unknown, with_bagua.__kwdefaults__ or (), algorithm)
     _refuse_other_order(self, optimizers)
     check_module(self, "model")
     check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers, elastic=elastic)

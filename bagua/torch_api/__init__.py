@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from bagua import distributed as _names_of_torch
 from bagua.advise import advise
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
@@ -111,6 +112,8 @@ def __getattr__(name: str) -> NoReturn:
         advice = f"bagua.comm.{name} has it, and takes the tensor that receives first"
     else:
         advice = "" if name.startswith("_") else did_you_mean(_ELSEWHERE.get(name, name), __all__)
+        if not advice and name in _names_of_torch.__all__:
+            advice = f"bagua.distributed.{name} has it"
     raise AttributeError(f"module 'bagua.torch_api' has no attribute {name!r}" + (f". {advice}" if advice else ""))
 
 

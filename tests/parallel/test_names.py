@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.comm import solo_group
 from bagua.errors import InvalidTypeError, UnsupportedAlgorithmException
+from bagua.parallel import DistributedDataParallel
 from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot
 from tests.parallel.wrapping import Loop
 
@@ -57,6 +60,16 @@ def test_options_that_are_nearly_right_are_answered():
         Algorithm.init("bytegrad", hierarchial=True)
     with pytest.raises(TypeError, match=r"unknown keyword arguments: bucket_byte; .*Did you mean 'bucket_bytes'\?"):
         bagua.with_bagua(mlp(), [], bucket_byte=1)
+    for call in (partial(bagua.with_bagua, mlp(), []), partial(DistributedDataParallel, mlp())):
+        with pytest.raises(TypeError, match=r"sync_every\. Pass algorithm=DiLoCoAlgorithm\(sync_every="):
+            call(algorithm="diloco", sync_every=8)
+
+
+def test_names_that_another_module_has_say_which():
+    with pytest.raises(AttributeError, match=r"bagua\.distributed\.get_backend has it"):
+        _ = bagua.get_backend
+    with pytest.raises(AttributeError, match=r"bagua\.comm\.allgather has it"):
+        _ = bagua.allgather
 
 
 def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
