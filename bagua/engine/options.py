@@ -127,16 +127,14 @@ def refuse_unknown(
     """Raise a ``TypeError`` that names what is known, or says that it is an option of ``algorithm``."""
     if unknown:
         known = list(known)
+        meant = [did_you_mean(name, known) for name in unknown]
         kind = None if algorithm is None else type(as_algorithm(algorithm))
         options = [name for name in unknown if name in getattr(kind, "__dataclass_fields__", ())]
         if kind is not None and options:
-            raise TypeError(
-                f"options of the algorithm, and not of this call: {', '.join(options)}. "
-                f"Pass algorithm={kind.__name__}({', '.join(f'{name}=...' for name in options)})"
-            )
-        meant = " ".join(filter(None, (did_you_mean(name, known) for name in unknown)))
+            values = ", ".join(f"{name}=..." for name in options)
+            meant = [f"The algorithm has {', '.join(options)}: pass algorithm={kind.__name__}({values})."]
         text = f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}"
-        raise TypeError(f"{text}. {meant}" if meant else text)
+        raise TypeError(". ".join(filter(None, (text, " ".join(filter(None, meant))))))
 
 
 def check_bucket_bytes(bucket_bytes: int, argument: str = "bucket_bytes") -> int:
