@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 
 # What the batch norms of all numbers of dimensions derive from.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -19,7 +20,7 @@ __all__ = [
     "accumulates",
     "active_ddp",
     "backward_pass",
-    "hooks_after_accumulation",
+    "do_not_compile",
     "profiler_range",
     "profiling",
     "when_backward_ends",
@@ -67,12 +68,16 @@ def active_ddp() -> torch.nn.Module | None:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def hooks_after_accumulation(parameter: torch.nn.Parameter) -> list[Any]:
-    """What ``register_post_accumulate_grad_hook`` was given.
+def do_not_compile(*functions: Callable[..., Any]) -> None:
+    """Keep ``torch.compile`` away from ``functions`` and from what they call.
 
-    A module that is wrapped again finds its earlier engine there. Torch sets the attribute with the first hook.
+    Torch calls them in the middle of compiled programs, where Dynamo would compile them as if they were the program's.
+    ``torch.compiler.disable`` does the same but imports Dynamo, which takes seconds, and costs about a microsecond for
+    each call.
     """
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def profiling() -> bool:

@@ -70,7 +70,7 @@ else:
 if saved:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    model.load_bagua_state_dict(saved["algorithm"])
+    model.bagua_load_state_dict(saved["algorithm"])
 train(done, done + options.steps - 1)
 
 if own is not None:

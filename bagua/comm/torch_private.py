@@ -8,12 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.errors import TransportUnavailableError
@@ -23,7 +21,6 @@ __all__ = [
     "all_groups",
     "backend_request",
     "default_store",
-    "do_not_compile",
     "end_coalescing",
     "lazy_gloo_options",
     "make_premul_sum",
@@ -157,20 +154,6 @@ def source_rank(work: Any) -> int:
 
 
 # Process groups in Python.
-
-
-def do_not_compile(*classes: type) -> None:
-    """Keep ``torch.compile`` away from the methods of ``classes`` and from what they call.
-
-    C++ calls them in the middle of compiled programs (DDP does), where Dynamo would compile them as if they
-    were the program's. ``torch.compiler.disable`` does the same but imports Dynamo, which takes seconds, and costs
-    about a microsecond for each call.
-    """
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for kind in classes:
-        for method in vars(kind).values():
-            if isinstance(method, FunctionType):
-                eval_frame.set_code_exec_strategy(method.__code__, skip)
 
 
 #: What a group may leave to torch: facts, names, and what only Gloo and NCCL have.

@@ -33,6 +33,7 @@ from bagua.engine.state.replicas import (
 from bagua.engine.state.saved_states import check_owner
 from bagua.engine.state.saved_states import name_of_rank as name_of_rank
 from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
+from bagua.engine.wrapping import Wrapping
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -49,6 +50,7 @@ __all__ = [
     "Remembered",
     "SwitchOptions",
     "TensorDeclaration",
+    "Wrapping",
     "allreduce_optimizer_state",
     "allreduce_parameters",
     "begin_training",

@@ -86,15 +86,7 @@ class EngineAccess:
         if not enable or reducer.group.size == 1:
             return nullcontext()
         check_joinable(reducer.formation.declaration, by_initial_size=divide_by_initial_world_size)
-        return join_block(
-            engine,
-            self._before_each_step,
-            by_initial_size=divide_by_initial_world_size,
-            throws=throw_on_early_termination,
-        )
-
-    def _before_each_step(self) -> None:
-        """What ranks do together before a step, beside what the engine does."""
+        return join_block(engine, by_initial_size=divide_by_initial_world_size, throws=throw_on_early_termination)
 
     def bagua_finish(self) -> None:
         """Make one model of those of all ranks: the last call of training. Collective.
@@ -110,7 +102,7 @@ class EngineAccess:
         self._bagua_engine.reducer.finish()
 
     @contextmanager
-    def global_average(self) -> Iterator[None]:
+    def bagua_global_average(self) -> Iterator[None]:
         """In this block, weights and floating-point buffers are their means over all ranks. Collective.
 
         At its end each rank has its own again, and exchanges under way go on. Where all ranks are equal by what
@@ -127,7 +119,7 @@ class EngineAccess:
             >>> layer = torch.nn.Linear(2, 2)
             >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
             >>> model = with_bagua(layer, [optimizer], "diloco", bagua.comm.solo_group())
-            >>> with model.global_average():
+            >>> with model.bagua_global_average():
             ...     loss = model(torch.ones(1, 2)).sum()
         """
         reducer = self._bagua_engine.reducer
@@ -197,6 +189,6 @@ class EngineAccess:
         """
         return self._bagua_engine.reducer.state_digest()
 
-    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def bagua_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank."""
         self._bagua_engine.reducer.load_state_dict(state_dict)

@@ -21,8 +21,8 @@ FLOAT_BUFFERS = (torch.float16, torch.float32, torch.float64)
 class GlobalAverage:
     """The model holds the mean of all ranks; at the end of a ``with`` block, its own weights again.
 
-    Made by ``global_average()`` and ``DecentralizedDataParallel.global_avg()``. If it is neither used in a ``with``
-    block nor told to ``restore``, the mean stays, and what ranks had sent each other before
+    Made by ``bagua_global_average()`` and ``DecentralizedDataParallel.global_avg()``. If it is neither used in a
+    ``with`` block nor told to ``restore``, the mean stays, and what ranks had sent each other before
     is not mixed in any more.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,9 @@ from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.courses import waits_for_optimizers
 from bagua.engine.schedule.spans import Passes
-from bagua.engine.unhooked import WithoutHooks
+from bagua.engine.wrapping import SWITCH, Wrapping
 from bagua.errors import BaguaError, ConfigurationError
-from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
+from bagua.torch_private import accumulates, active_ddp, when_backward_ends
 
 _log = logging.getLogger("bagua")
 
@@ -83,32 +84,22 @@ def _stepped(reference: weakref.ref[BackwardHooks], optimizer: torch.optim.Optim
         engine.optimizer_stepped(optimizer)
 
 
-class _LoadHook:
-    """Tells an engine that weights are loaded into its module. The module keeps it; copies of the module do not."""
-
-    __slots__ = ("after", "engine")
-
-    def __init__(self, engine: BackwardHooks, *, after: bool) -> None:
-        self.engine = weakref.ref(engine)
-        self.after = after
-
-    def __call__(self, *_: Any) -> None:
-        engine = self.engine()
-        if engine is not None and self.after:
-            engine.reducer.weights_were_loaded()
-        elif engine is not None:
-            engine.reducer.weights_will_be_loaded()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
+def _will_load(reference: weakref.ref[BackwardHooks], *_: Any) -> None:
+    """Tell an engine that weights will be loaded into its module."""
+    engine = reference()
+    if engine is not None:
+        engine.reducer.weights_will_be_loaded()
 
 
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
+def _loaded(reference: weakref.ref[BackwardHooks], *_: Any) -> None:
+    """Tell an engine that weights were loaded into its module."""
+    engine = reference()
+    if engine is not None:
+        engine.reducer.weights_were_loaded()
 
 
-def _do_nothing(*_: Any) -> None:
-    """What a copy of a module has in the place of our hook."""
+def _do_nothing() -> None:
+    """What ranks do together before a step, if nothing else than the engine does."""
 
 
 def _remove(handles: list[Any]) -> None:
@@ -126,7 +117,7 @@ class BackwardHooks:
         reducer: reducer that is told.
 
     Attributes:
-        synchronize: True if the backward pass of the next forward is a step; see ``no_sync``.
+        before_step: calls that ranks make together before each step, beside what the engine does.
         accumulates: True if the next backward pass only accumulates gradients, whatever its forward was.
         current: the backward pass that is under way.
         take: function that gets each gradient of it; None if it only accumulates.
@@ -139,17 +130,30 @@ class BackwardHooks:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
         self._passes = Passes(reducer.group.recorder)
-        self.synchronize, self.accumulates, self.closed = True, False, False
+        self.accumulates, self.closed = False, False
+        if not hasattr(reducer.module, SWITCH):
+            self.synchronize = True
+        self.before_step: Callable[[], object] = _do_nothing
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
-        self._armed, self._silent = True, False
+        self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
+        self._silent = False
         self._listening: list[Any] = []
         self._waiting_for: set[int] = set()
         self._retired = self._stepped = False
         self.joining: Joining | None = None
+
+    @property
+    def synchronize(self) -> bool:
+        """Whether the backward pass of the next forward pass is a step: the switch that PyTorch's DDP has, too."""
+        return bool(getattr(self.reducer.module, SWITCH, True))
+
+    @synchronize.setter
+    def synchronize(self, value: bool) -> None:
+        setattr(self.reducer.module, SWITCH, value)
 
     @property
     def trained(self) -> tuple[torch.nn.Parameter, ...]:
@@ -171,8 +175,12 @@ class BackwardHooks:
             self._replace_earlier()
             self._listen_to_parameters()
         module: Any = reducer.module
-        self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(self, after=False)))
-        self._handles.append(module.register_load_state_dict_post_hook(_LoadHook(self, after=True)))
+        loads = [
+            module.register_load_state_dict_pre_hook(partial(_will_load, self._reference)),
+            module.register_load_state_dict_post_hook(partial(_loaded, self._reference)),
+        ]
+        Wrapping.to(module).add(loads)
+        self._handles += loads
         exchanges = reducer.formation.declaration.every_exchange()
         if waits_for_optimizers(exchanges):
             stepped = partial(_stepped, self._reference)
@@ -182,7 +190,6 @@ class BackwardHooks:
         """To each, where its gradient is exchanged; else to one, for passes that begin behind the module's output."""
         listened = self.trained
         if not self.reducer.phases.follows_gradients:
-            _without_hooks.add(self)
             listened = listened[-1:]
         hook = partial(_arrived, self._reference)
         self._handles += [
@@ -192,16 +199,21 @@ class BackwardHooks:
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.formation.registration
+        names = dict(zip(map(id, registration.parameters), registration.names, strict=True))
         # With the frozen ones, which an earlier engine of this module may have exchanged.
         here = set(map(id, self.reducer.module.parameters()))
-        without_hooks = _without_hooks.by_parameter()
-        for name, parameter in zip(registration.names, registration.parameters, strict=True):
-            for earlier in (*_engines_of(parameter), *without_hooks.get(id(parameter), ())):
-                if not here.issuperset(map(id, earlier.trained)):
-                    raise shared(name)
+        with _guard:
+            attached = list(_attached)
+        for earlier in attached:
+            common = [names[id(one)] for one in earlier.trained if id(one) in names]
+            if common and not here.issuperset(map(id, earlier.trained)):
+                raise shared(common[0])
+            if common:
                 earlier.retire()
                 if self.reducer.group.rank == 0:
                     _log.warning("the model was wrapped before: the earlier wrapper exchanges nothing from now on")
+        with _guard:
+            _attached.add(self)
 
     def retire(self) -> None:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
@@ -218,7 +230,8 @@ class BackwardHooks:
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
         _remove(self._handles)
-        _without_hooks.discard(self)
+        with _guard:
+            _attached.discard(self)
 
     # Forward.
 
@@ -292,7 +305,7 @@ class BackwardHooks:
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
         self._passes.enter("backward pass")
-        if self._armed and not self.accumulates:
+        if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
             self._start_step()
 
     def _start_step(self) -> None:
@@ -335,7 +348,7 @@ class BackwardHooks:
             self._passes.enter("between passes")
 
     def _forget_pass(self) -> None:
-        self.current = self.take = None
+        self.current = self.take = self._armed = None
         self._silent = False
         _remove(self._listening)
 
@@ -408,11 +421,6 @@ class BackwardHooks:
             self.reducer.after_optimizers(late=False)
 
 
-def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
-    """Engines that listen to ``parameter``: none or one."""
-    hooks = [hook for hook in hooks_after_accumulation(parameter) if isinstance(hook, partial)]
-    engines = [hook.args[0]() for hook in hooks if hook.func is _arrived]
-    return [engine for engine in engines if engine is not None]
-
-
-_without_hooks: WithoutHooks[BackwardHooks] = WithoutHooks(lambda engine: engine.trained)
+#: Engines that listen to parameters now.
+_attached: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
+_guard = threading.Lock()

@@ -156,27 +156,25 @@ class Engine(Protocol):
 
     reducer: Reducer
     joining: Joining | None
+    before_step: Callable[[], object]
 
     def enter_step(self) -> None:
         """A training forward begins, or a step without data."""
 
 
 @contextmanager
-def join_block(
-    engine: Engine, before_step: Callable[[], None], *, by_initial_size: bool, throws: bool
-) -> Iterator[None]:
+def join_block(engine: Engine, *, by_initial_size: bool, throws: bool) -> Iterator[None]:
     """At the end of this block, make the steps of the ranks that have data left. Collective.
 
     Args:
         engine: engine of the model.
-        before_step: calls that ranks make together before each step, beside what the engine does.
         by_initial_size: as for ``Joining``.
         throws: as for ``Joining``.
     """
     joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
 
     def step() -> None:
-        before_step()
+        engine.before_step()
         _step_without_data(engine, joining)
 
     engine.joining = joining

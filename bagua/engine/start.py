@@ -43,8 +43,8 @@ def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHo
         before.remove_hooks()
         before.reducer.flush()
         before.close()
-    if before is not None:  # A no_sync() block goes on.
-        engine.synchronize, engine.accumulates = before.synchronize, before.accumulates
+    if before is not None:
+        engine.accumulates = before.accumulates
     engine.create_hooks()
     return engine
 

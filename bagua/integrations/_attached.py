@@ -66,7 +66,7 @@ def restore(model: BaguaModule, saved: dict[str, Any]) -> None:
         for optimizer, state in zip(model.bagua_optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
     if "remembered" in saved:
-        model.load_bagua_state_dict(saved["remembered"])
+        model.bagua_load_state_dict(saved["remembered"])
 
 
 def write_own_file(folder: Path, rank: int, world_size: int, saved: list[dict[str, Any]]) -> None:

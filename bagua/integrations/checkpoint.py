@@ -86,7 +86,7 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
     _module_of(engine).load_state_dict(of_model["model"])
     for optimizer, state in zip(engine.bagua_optimizers, of_optimizers, strict=True):
         optimizer.load_state_dict(state)
-    engine.load_bagua_state_dict(remembered)
+    engine.bagua_load_state_dict(remembered)
 
 
 def _checked(model: Any) -> EngineAccess:

@@ -373,9 +373,9 @@ class ShardExchange(EngineAccess):
         self._reshard()
 
     @contextmanager
-    def global_average(self) -> Iterator[None]:
-        """In this block, weights are their means over all replicas. Collective; see ``EngineAccess.global_average``."""
-        with super().global_average():
+    def bagua_global_average(self) -> Iterator[None]:
+        """In this block, weights are their means over all replicas. Collective; see ``EngineAccess``."""
+        with super().bagua_global_average():
             self._reshard()
             yield
         self._reshard()

@@ -235,7 +235,7 @@ class BaguaStrategy(DDPStrategy):
         if "weights" in own:
             self.lightning_module.load_state_dict(own["weights"], strict=self.lightning_module.strict_loading)
         self._own_optimizer_states = own.get("optimizer_states")
-        self.model.load_bagua_state_dict(own["algorithm_state"])
+        self.model.bagua_load_state_dict(own["algorithm_state"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers, each rank its own where they differ."""

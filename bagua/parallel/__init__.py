@@ -23,7 +23,7 @@ from bagua.parallel.decentralized import (
     OptimizerFunction as OptimizerFunction,
 )
 from bagua.parallel.islands import come_in as come_in
-from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
+from bagua.parallel.module import BaguaModule, install_with_bagua, unwrap, with_bagua
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
@@ -45,5 +45,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "install_with_bagua",
+    "unwrap",
     "with_bagua",
 ]

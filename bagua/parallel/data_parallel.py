@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -153,11 +155,12 @@ class DistributedDataParallel(OverlappingWrapper):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")
             self.reducer.formation.belongings.groups.append(self._buffer_group)
+            self._engine.before_step = partial(_take_buffers, weakref.ref(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if self._begins_step():
-            self._before_each_step()
+            self._engine.before_step()
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         output = super().forward(*inputs, **kwargs)
@@ -170,8 +173,8 @@ class DistributedDataParallel(OverlappingWrapper):
             return self._buffers_are_due
         return self.training and self._engine.announce()
 
-    def _before_each_step(self) -> None:
-        """Take the buffers of the first rank that has data."""
+    def take_buffers(self) -> None:
+        """Take the buffers of the first rank that has data. Collective."""
         if self._buffer_group is not None:
             joining = self._engine.joining
             root = 0 if joining is None else joining.active[0]
@@ -213,6 +216,13 @@ class DistributedDataParallel(OverlappingWrapper):
             seen=getattr(hook, "__name__", repr(hook)),
             advice="Pass algorithm=... to the constructor; see bagua.algorithms.",
         )
+
+
+def _take_buffers(reference: weakref.ref[DistributedDataParallel]) -> None:
+    """What the engine calls, which does not keep the wrapper alive."""
+    wrapper = reference()
+    if wrapper is not None:
+        wrapper.take_buffers()
 
 
 def _refuse_frozen(module: torch.nn.Module) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from typing_extensions import Never, Self
+from typing_extensions import Never
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
@@ -20,6 +20,7 @@ from bagua.engine import (
     EngineAccess,
     EngineOptions,
     Reducer,
+    Wrapping,
     begin_training,
     check_module,
     refuse_in_join,
@@ -29,115 +30,145 @@ from bagua.engine import (
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.membership import Islands
 from bagua.parallel.islands import come_in, group_of_island, over_islands, refuse_to_switch
+from bagua.parallel.overlapping import DistributedModule
+from bagua.torch_private import do_not_compile
 
 _log = logging.getLogger("bagua")
 
 AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 
-#: Where a module keeps its engine: in its ``__dict__``, so that neither ``_modules`` nor copies see it.
+#: Where a module keeps its engine: in its ``__dict__``, so that ``_modules`` does not see it.
 _ENGINE = "_bagua_engine"
 
 
-class BaguaModule(EngineAccess, torch.nn.Module):
-    """What a module becomes through ``with_bagua``: an instance of its own class and of this one.
+class _Wrapped(type):
+    """Class of ``BaguaModule``: its instances are modules of any class that have an engine."""
 
-    It is the same object with the same submodules, parameter names and attributes. Copies
-    and pickles of it are plain modules.
+    def __instancecheck__(cls, instance: object) -> bool:
+        return _ENGINE in getattr(instance, "__dict__", ())
+
+
+class BaguaModule(EngineAccess, torch.nn.Module, metaclass=_Wrapped):
+    """What a module becomes through ``with_bagua``: the same object, of the same class, with an engine.
+
+    A wrapped module answers to the names below. Those that begin with ``bagua_`` are its own; ``no_sync``, ``join`` and
+    ``require_backward_grad_sync`` are those of PyTorch's DDP, and stay the user's where the module has them already.
+    Copies and pickles of it are plain modules.
+
+    Example:
+        >>> import copy
+        >>> import bagua.comm
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> model = with_bagua(layer, [optimizer], "gradient_allreduce", bagua.comm.solo_group())
+        >>> model is layer, type(model) is torch.nn.Linear, isinstance(model, BaguaModule)
+        (True, True, True)
+        >>> isinstance(copy.deepcopy(model), BaguaModule)
+        False
+    """
+
+    #: Whether the backward pass of the next forward pass is a step: the switch of PyTorch's DDP.
+    require_backward_grad_sync: bool
+
+
+class _OfWrapped:
+    """A name of ``EngineAccess`` on every module. Without an engine a property is None, and a method raises.
+
+    It is always there, since tools read all names that ``dir`` lists.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._what: Any = vars(EngineAccess)[name]
+
+    def __get__(self, module: torch.nn.Module | None, kind: type) -> Any:
+        if module is None:
+            return self
+        if _ENGINE in module.__dict__:
+            return self._what.__get__(module, kind)
+        try:  # As ``torch.compile``, a module may hand names on to the one inside.
+            return type(module).__getattr__(module, self._name)
+        except AttributeError:
+            return None if isinstance(self._what, property) else partial(_refuse_plain, self._name, module)
+
+
+def _refuse_plain(name: str, module: torch.nn.Module, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigurationError(
+        f"{name} is a call of a wrapped module",
+        argument="model",
+        expected="what with_bagua returned",
+        seen=f"a {type(module).__name__} without an engine",
+        advice="Wrap it first, or call this on the model that was wrapped; copies of it are plain modules.",
+    )
+
+
+def _answer_to_names() -> None:
+    """Let wrapped modules answer to the names of ``EngineAccess`` that cannot be the user's."""
+    for name in vars(EngineAccess):
+        if name.startswith("bagua_") and name not in vars(torch.nn.Module):
+            setattr(torch.nn.Module, name, _OfWrapped(name))
+
+
+# The hooks on a wrapped module. A shallow copy of it has the same hooks, so they look for the engine.
+
+
+def _before_forward(module: torch.nn.Module, _: Any) -> None:
+    if not torch.compiler.is_exporting():
+        module.__dict__[_ENGINE].before_forward(module.training)
+
+
+def _after_forward(module: torch.nn.Module, _: Any, output: Any) -> None:
+    if not torch.compiler.is_exporting():
+        module.__dict__[_ENGINE].after_forward(output)
+
+
+def _before_state_dict(module: torch.nn.Module, *_: Any) -> None:
+    """Exchange everything that is owed to the weights before they are saved."""
+    module.__dict__[_ENGINE].reducer.after_optimizers()
+
+
+do_not_compile(_before_forward, _after_forward)
+
+
+def _put_on(module: torch.nn.Module, engine: BackwardHooks) -> None:
+    """Give ``module`` its engine; the first time, hooks and names as well."""
+    wrapping = Wrapping.to(module)
+    known = isinstance(module, BaguaModule)
+    wrapping.add(names={_ENGINE: engine})
+    if known:
+        return
+    _answer_to_names()
+    handles = [
+        module.register_forward_pre_hook(_before_forward, prepend=True),
+        module.register_forward_hook(_after_forward),
+        module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
+    ]
+    of_ddp = [name for name in ("no_sync", "join") if not hasattr(module, name)]
+    wrapping.add(handles, {name: MethodType(vars(EngineAccess)[name], module) for name in of_ddp})
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The plain module behind ``model``: weights, buffers and submodules are the same objects, without the engine.
+
+    Args:
+        model: what ``with_bagua``, ``bagua_init`` or ``DistributedDataParallel`` returned; a plain module is returned
+            as it is.
 
     Example:
         >>> import bagua.comm
         >>> layer = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         >>> model = with_bagua(layer, [optimizer], "gradient_allreduce", bagua.comm.solo_group())
-        >>> model is layer, isinstance(model, BaguaModule), isinstance(model, torch.nn.Linear)
-        (True, True, True)
-        >>> type(copy.deepcopy(model)) is torch.nn.Linear
-        True
+        >>> plain = unwrap(model)
+        >>> plain.weight is model.weight, isinstance(plain, BaguaModule)
+        (True, False)
     """
-
-    _bagua_plain_class: ClassVar[type[torch.nn.Module]]
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and let the engine follow."""
-        engine = self._bagua_engine
-        engine.before_forward(self.training)
-        output = super().__call__(*inputs, **kwargs)
-        engine.after_forward(output)
-        return output
-
-    def switch_to(self, algorithm: Algorithm | DistributedAlgorithm | str) -> Self:
-        """Train with this algorithm from now on, with the same optimizers and options. Collective.
-
-        Floating-point parameters, buffers and optimizer state are averaged over the ranks, the rest comes from rank 0.
-
-        Args:
-            algorithm: its name, or a declaration with options.
-
-        Returns:
-            The module itself.
-
-        Raises:
-            UnsupportedAlgorithmException: there is no such algorithm; the one before stays.
-            CollectiveMismatchError: ranks ask for different ones.
-        """
-        reducer = self._bagua_engine.reducer
-        group = reducer.algorithm.process_group
-        _start(self, reducer.optimizers, algorithm, group, reducer.options, broadcast_buffers=True)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, after everything that is owed to it was exchanged."""
-        self._bagua_engine.reducer.after_optimizers()
-        return super().state_dict(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = _plain_twin(self).__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle compares this class with the one of the pickled object, which is another.
-            function = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - what protocol 1 names
-            arguments = (arguments[0], object, None)
-        return function, arguments, *rest
-
-
-def _plain_twin(module: BaguaModule) -> torch.nn.Module:
-    """A plain module with the same contents: not a copy, it shares everything but the engine."""
-    twin = object.__new__(type(module)._bagua_plain_class)  # noqa: SLF001 - ours
-    twin.__dict__.update({name: value for name, value in module.__dict__.items() if name != _ENGINE})
-    return twin
-
-
-def _deepcopy_plain(module: BaguaModule, memo: dict[int, Any]) -> torch.nn.Module:
-    return copy.deepcopy(_plain_twin(module), memo)
-
-
-def _own_join(module: torch.nn.Module) -> Any:
-    return vars(module)["join"] if "join" in vars(module) else torch.nn.Module.__getattr__(module, "join")
-
-
-def _bagua_class(plain: type[torch.nn.Module], *, has_join: bool) -> type[torch.nn.Module]:
-    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``. One for each ``plain``.
-
-    Args:
-        plain: class of the module.
-        has_join: the module has something else of that name, which it keeps.
-    """
-    for kind in plain.__subclasses__():
-        if kind.__dict__.get("_bagua_plain_class") is plain and ("join" in kind.__dict__) == has_join:
-            return kind
-    body: dict[str, Any] = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "_bagua_plain_class": plain,
-    }
-    if has_join:
-        body["join"] = vars(plain).get("join", getattr(plain, "join", property(_own_join)))
-    if hasattr(plain, "__deepcopy__"):  # It would be given the engine, too.
-        body["__deepcopy__"] = _deepcopy_plain
-    metaclass: Any = type(plain)
-    made: type[torch.nn.Module] = metaclass(plain.__name__, (BaguaModule, plain), body)
-    return made
+    check_module(model, "model")
+    if isinstance(model, DistributedModule):
+        return model.unwrap()
+    if not isinstance(model, BaguaModule):
+        return model
+    return Wrapping.to(model).twin()
 
 
 def with_bagua(
@@ -188,7 +219,7 @@ def with_bagua(
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
-        The module itself, now also a ``BaguaModule``.
+        The module itself, which ``BaguaModule`` describes.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -226,10 +257,7 @@ def with_bagua(
         check_every=check_every,
     )
     group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)
-    come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers, warn=True), between)
-    plain: torch.nn.Module = self
-    if not isinstance(plain, BaguaModule):
-        plain.__class__ = _bagua_class(type(plain), has_join=hasattr(plain, "join"))
+    come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers), between)
     return self
 
 
@@ -258,7 +286,6 @@ def _start(
     options: EngineOptions,
     *,
     broadcast_buffers: bool,
-    warn: bool = False,
 ) -> BackwardHooks:
     """Put an engine on ``module``, after the one before it, if there is one, has ended. Collective."""
     before: BackwardHooks | None = module.__dict__.get(_ENGINE)
@@ -268,10 +295,10 @@ def _start(
     average = before is not None and not before.closed
     engine = replace_engine(before, reducer)
     declared = reducer.formation.declaration
-    if warn and before is not None and average and before.reducer.formation.declaration == declared:
+    if before is not None and average and before.reducer.formation.declaration == declared:
         _warn_of_repetition(reducer)
     begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
-    module.__dict__[_ENGINE] = engine
+    _put_on(module, engine)
     return engine
 
 

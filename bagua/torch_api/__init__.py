@@ -16,7 +16,7 @@ from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
 from bagua.membership import ElasticSampler, Islands, Members, join_islands
 from bagua.observe import metrics
-from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, with_bagua
+from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, unwrap, with_bagua
 from bagua.torch_api import (
     algorithms,
     communication,
@@ -103,6 +103,7 @@ __all__ = [
     "send",
     "sendrecv",
     "stats",
+    "unwrap",
     "with_bagua",
 ]
 

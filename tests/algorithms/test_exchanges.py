@@ -533,7 +533,7 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         for _ in range(2):  # Once more changes nothing.
             if number % 2:  # In either order.
                 wrapped.load_state_dict(weights)
-            wrapped.load_bagua_state_dict(remembered)
+            wrapped.bagua_load_state_dict(remembered)
             if not number % 2:
                 wrapped.load_state_dict(weights)
         train_steps(wrapped, optimizer, rank, range(at, steps))
@@ -771,7 +771,7 @@ def test_what_has_yet_to_start_from_weights_is_not_saved(thread_ranks):
         wrapped: Any = with_bagua(model, [optimizer], DILOCO)
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
         wrapped.load_state_dict(loaded)
-        wrapped.load_bagua_state_dict(wrapped.bagua_state_dict())
+        wrapped.bagua_load_state_dict(wrapped.bagua_state_dict())
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 9))
         return snapshot(model)
 

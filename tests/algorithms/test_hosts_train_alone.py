@@ -258,7 +258,7 @@ def save_and_go_on(algorithm: Algorithm) -> tuple[State, State]:
     model, optimizer, wrapped = begin(5)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    wrapped.load_bagua_state_dict(saved[2])
+    wrapped.bagua_load_state_dict(saved[2])
     for number in range(7, STEPS):
         step(number)
     return end, snapshot(model)

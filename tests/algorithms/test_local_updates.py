@@ -1047,7 +1047,7 @@ def average_and_go_on(algorithm: Algorithm, *, look: bool) -> tuple[State, State
     for number in range(STEPS):
         train_steps(wrapped, optimizer, rank, [number])
         if look and number in (4, 7, 9):
-            with wrapped.global_average():
+            with wrapped.bagua_global_average():
                 inside = snapshot(model)
     return inside, snapshot(model)
 
@@ -1113,7 +1113,7 @@ def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]
     rank, model = bagua.comm.get_rank(), mlp(5)
     optimizer = optimizer_of(model)
     wrapped = with_bagua(model, [optimizer], algorithm)
-    wrapped.load_bagua_state_dict(saved["algorithm"])
+    wrapped.bagua_load_state_dict(saved["algorithm"])
     model.load_state_dict(saved["model"])
     train_steps(wrapped, optimizer, rank, range(7, 12))
     return wrapped.bagua_state_digest(), snapshot(model)

@@ -58,7 +58,7 @@ def train(
         weights, remembered = snapshot(trainer.model), pickle.loads(pickle.dumps(trainer.model.bagua_state_dict()))
         trainer = Trainer(loop, algorithm, ONE_BUCKET_BYTES, seed=5)
         trainer.model.load_state_dict(weights)
-        trainer.model.load_bagua_state_dict(remembered)
+        trainer.model.bagua_load_state_dict(remembered)
     trainer.steps(range(steps // 2, steps), skips)
     buckets = trainer.model.bagua_buckets
     return snapshot(trainer.model), [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in buckets]

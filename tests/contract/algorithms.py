@@ -423,7 +423,7 @@ def resume_and_train(
     model, optimizer = build(algorithm, seed=5, bucket_bytes=bucket_bytes)
     model.load_state_dict(saved[rank]["model"])
     optimizer.load_state_dict(saved[rank]["optimizer"])
-    model.load_bagua_state_dict(saved[rank]["algorithm"])
+    model.bagua_load_state_dict(saved[rank]["algorithm"])
     train_steps(model, optimizer, rank, range(made, STEPS))
     return settled(model)
 

@@ -89,7 +89,7 @@ def train_sharded(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
             train_step(model, optimizer, number)
             watched.append(whole(model))
         output(model)
-        with exchange.global_average():
+        with exchange.bagua_global_average():
             of_mean = output(model)
         of_own = output(model)
         exchange.bagua_finish()
@@ -115,7 +115,7 @@ def train_whole(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
             (sum(loss_of(wrapped, one, number) for one in (2 * rank, 2 * rank + 1)) / divisor_of(algorithm)).backward()
             optimizer.step()
             watched.append(whole(model))
-        with wrapped.global_average():
+        with wrapped.bagua_global_average():
             of_mean = output(model)
         of_own = output(model)
         wrapped.bagua_finish()
@@ -198,7 +198,7 @@ def resume_sharded(algorithm: Algorithm) -> bool:
             shard = torch.distributed.tensor.distribute_tensor(saved[0][name], one.device_mesh, one.placements)
             one.to_local().copy_(shard.to_local())
             optimizer.state[one] = state
-    exchange.load_bagua_state_dict(saved[1])
+    exchange.bagua_load_state_dict(saved[1])
     for number in range(6, STEPS):
         train_step(model, optimizer, number)
     return all(torch.equal(one, end[name]) for name, one in whole(model).items())

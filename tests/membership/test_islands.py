@@ -382,9 +382,8 @@ def test_a_codec_with_error_feedback_runs_between_islands():
 def test_a_model_that_trains_between_islands_is_not_switched():
     with joined(new_store(), 1) as islands:
         model = wrapped(islands, "diloco")
-        for switch in (lambda: model.switch_to("local_sgd"), lambda: with_bagua(model, [], "local_sgd")):
-            with pytest.raises(ConfigurationError, match="this model trains between islands"):
-                switch()
+        with pytest.raises(ConfigurationError, match="this model trains between islands"):
+            with_bagua(model, [], "local_sgd")
         assert train(islands, model, PERIOD)[0].contributed == (0,)
 
 
@@ -507,7 +506,7 @@ def tensors_of(model):
 @pytest.mark.parametrize("algorithm", ["diloco", "local_sgd", "slowmo"])
 @pytest.mark.parametrize("several", [False, True], ids=["processes", "of two ranks"])
 def test_the_mean_is_that_of_all_members(algorithm, several):
-    """Lent by ``global_average``, which changes nothing; or for good, by ``bagua_finish``."""
+    """Lent by ``bagua_global_average``, which changes nothing; or for good, by ``bagua_finish``."""
     store = new_store()
 
     def island(look):
@@ -529,7 +528,7 @@ def test_the_mean_is_that_of_all_members(algorithm, several):
                 steps(1)
                 if look:
                     own = tensors_of(model)
-                    with model.global_average():
+                    with model.bagua_global_average():
                         lent.append(tensors_of(model))
                     assert all(torch.equal(one, own[name]) for name, one in tensors_of(model).items())
             before = tensors_of(model)

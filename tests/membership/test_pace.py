@@ -377,7 +377,7 @@ def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
             member.train(H + 3)
             own = weights_of(member.model)
             for _ in range(2):  # The first one changes nothing for the second.
-                with member.model.global_average():
+                with member.model.bagua_global_average():
                     mean = weights_of(member.model)
             member.model.bagua_finish()
             finished = weights_of(member.model)

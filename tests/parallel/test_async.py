@@ -645,13 +645,13 @@ def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
         weights, state, later = saved[bagua.comm.get_rank()]
         model, optimizer = build(algorithm, model=mlp(7))
         model.load_state_dict(weights)
-        model.load_bagua_state_dict(state)
+        model.bagua_load_state_dict(state)
         assert_same_on_all_ranks([weights, snapshot(model)])  # Also where they differ between ranks.
         train_steps(model, optimizer, bagua.comm.get_rank(), [4])
         assert_same_on_all_ranks([later, snapshot(model)])
         assert model._bagua_engine.reducer.step == 5
         another, _ = build(algorithm)
-        another.load_bagua_state_dict(state)
+        another.bagua_load_state_dict(state)
         abort(another)  # Its warm-up is over.
         assert averages_of(another) == 1
 

@@ -170,7 +170,7 @@ def test_a_loaded_layout_makes_way(thread_ranks):
         train_steps(wrapped, optimizer, rank, range(2))
         saved = wrapped.bagua_state_dict()
         wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1)
-        wrapped.load_bagua_state_dict(saved)
+        wrapped.bagua_load_state_dict(saved)
         assert len(wrapped.bagua_buckets) == 1
         wrapped.report_metrics([1.0])
         assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"

@@ -56,8 +56,25 @@ def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
     return snapshot(model), graphs - before
 
 
+def _export() -> None:
+    """A wrapped model is exported, strictly or not, and trains on as before."""
+    model = OwnForward()
+    optimizer = sgd(model.parameters())
+    wrapped = WRAPS["with_bagua"](model, optimizer)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1))
+    inputs = (torch.ones(1, 8),)
+    for strict in (True, False):
+        assert_close(
+            {"output": torch.export.export(wrapped, inputs, strict=strict).module()(*inputs)},
+            {"output": model(*inputs)},
+        )
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1, 2))
+    assert wrapped.bagua_step == 2
+
+
 def _train_every_way() -> dict[str, tuple[State, int]]:
     # In one go: torch._dynamo takes seconds to import.
+    _export()
     return {f"{wrap}, in place: {in_place}": _train_compiled(wrap, in_place) for wrap in WRAPS for in_place in (0, 1)}
 
 

@@ -205,7 +205,7 @@ def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoin
         for _ in range(2):
             loop.train()
             told.append(loop.wrapped.bagua_step)
-        other.wrapped.load_bagua_state_dict(loop.wrapped.bagua_state_dict())
+        other.wrapped.bagua_load_state_dict(loop.wrapped.bagua_state_dict())
         return [*told, other.wrapped.bagua_step]
 
     assert thread_ranks(2, train) == [[0, 0, 1, 2, 2]] * 2

@@ -133,7 +133,7 @@ def test_a_run_goes_on_bit_by_bit(thread_ranks, topology, size, as_view):
         parts = [
             ("load_state_dict", _saved(model.state_dict())),
             ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
-            ("load_bagua_state_dict", _saved(model.bagua_state_dict())),
+            ("bagua_load_state_dict", _saved(model.bagua_state_dict())),
         ]
         expected = train(model, range(3, 6))
         for order in itertools.permutations(parts):
@@ -181,7 +181,7 @@ def test_state_of_other_parameters_or_another_topology_is_refused(thread_ranks):
         with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
             model.load_optimizer_state_dict(state)
         with pytest.raises(ConfigurationError, match="another topology"):
-            wrap(topology="complete").load_bagua_state_dict(model.bagua_state_dict())
+            wrap(topology="complete").bagua_load_state_dict(model.bagua_state_dict())
 
     thread_ranks(3, run)
 

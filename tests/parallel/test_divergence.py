@@ -270,7 +270,7 @@ def _resume_far_on() -> int:
     train_steps(wrapped, optimizer, rank, range(2))
     saved = {**wrapped.bagua_state_dict(), "step": 5000}
     wrapped.load_state_dict({name: value.clone() for name, value in wrapped.state_dict().items()})
-    wrapped.load_bagua_state_dict(saved)
+    wrapped.bagua_load_state_dict(saved)
     for step in range(5000, 5003):
         if step == 5001:
             other_rate(model, optimizer, rank)

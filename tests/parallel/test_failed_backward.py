@@ -209,7 +209,7 @@ def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
     assert_same_on_all_ranks([thread_ranks(1, train, fails)[0] for fails in (True, False)])
 
 
-@pytest.mark.parametrize("ends", ["bagua_finish", "switch_to"])
+@pytest.mark.parametrize("ends", ["bagua_finish", "with_bagua"])
 def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(thread_ranks, ends):
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -224,9 +224,8 @@ def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(th
         for flight in under_way:
             flight.wait = interrupted
         bagua.comm.barrier()  # Who gives up ends the calls of others, too.
-        end = wrapped.bagua_finish if ends == "bagua_finish" else lambda: wrapped.switch_to("gradient_allreduce")
         with pytest.raises(KeyboardInterrupt):
-            end()
+            wrapped.bagua_finish() if ends == "bagua_finish" else wrapped.with_bagua(loop.optimizer)
         with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
             wrapped.bagua_finish()
 

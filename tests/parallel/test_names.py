@@ -18,18 +18,18 @@ from tests.parallel.wrapping import Loop
 pytestmark = pytest.mark.threads
 
 
-def test_a_model_of_with_bagua_switches_and_keeps_its_optimizers_and_options(thread_ranks):
+def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again(thread_ranks):
     def train() -> State:
         loop = Loop(bagua.with_bagua, bucket_bytes=100)
         wrapped = loop.wrapped
         assert wrapped is loop.model
         assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
         loop.train(2)
-        assert wrapped.switch_to("bytegrad") is loop.model
+        assert bagua.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
         loop.train(2)
-        assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 100)
+        assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 200)
         with pytest.raises(UnsupportedAlgorithmException):
-            wrapped.switch_to("bytegrab")
+            bagua.with_bagua(wrapped, loop.optimizer, "bytegrab")
         assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
         return snapshot(loop.model)
 

@@ -161,7 +161,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks,
         saved = wrapped.bagua_state_dict()
         expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
         with pytest.raises(expected[0], match=expected[1]):
-            wrapped.load_bagua_state_dict(change(saved) if rank == 0 else saved)
+            wrapped.bagua_load_state_dict(change(saved) if rank == 0 else saved)
         train_steps(wrapped, optimizer, rank, range(2, 4))
 
     thread_ranks(2, load)
@@ -178,7 +178,7 @@ def _remembered(algorithm: Algorithm | str) -> dict:
 def _load(algorithm: Algorithm | str, saved: list[dict]) -> int:
     model = mlp()
     wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
-    wrapped.load_bagua_state_dict(saved[bagua.comm.get_rank()])
+    wrapped.bagua_load_state_dict(saved[bagua.comm.get_rank()])
     return wrapped.bagua_state_dict()["step"]
 
 
@@ -212,7 +212,7 @@ def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
         rank, model = bagua.comm.get_rank(), mlp()
         optimizer = sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], algorithm)
-        wrapped.load_bagua_state_dict(second)
+        wrapped.bagua_load_state_dict(second)
         places = wrapped._bagua_engine.reducer.execution.courses.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
         train_steps(wrapped, optimizer, rank, range(2, 3))

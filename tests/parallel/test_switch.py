@@ -51,7 +51,7 @@ def test_a_no_sync_block_goes_on_after_a_switch(thread_ranks, wrap):
         loop = Loop(wrap)
         loop.train()
         with loop.wrapped.no_sync():
-            loop.wrapped.switch_to("bytegrad")
+            loop.switch_to("bytegrad")
             for _ in range(loop.rank):
                 loop.backward()
         loop.train(2)
@@ -101,7 +101,7 @@ def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(thread_ranks, wrap
         with pytest.raises(error, match=why), loop.wrapped.join():
             loop.train(1 + loop.rank)
             if loop.rank:
-                loop.wrapped.switch_to("bytegrad")
+                loop.switch_to("bytegrad")
 
     thread_ranks(2, train)
 

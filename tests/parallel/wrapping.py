@@ -86,6 +86,13 @@ class Loop:
     def backward(self) -> None:
         self.loss().backward()  # type: ignore[no-untyped-call]
 
+    def switch_to(self, algorithm: str) -> None:
+        """Train with another algorithm from now on."""
+        if self.wrapped is self.model:
+            by_with_bagua(self.model, self.optimizer, algorithm=algorithm)
+        else:
+            self.wrapped.switch_to(algorithm)
+
     def train(self, steps: int = 1) -> State:
         """So many steps; the weights after them."""
         train_steps(self.wrapped, self.optimizer, self.rank, range(self.step, self.step + steps))

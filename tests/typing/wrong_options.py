@@ -29,8 +29,8 @@ model: torch.nn.Linear = bagua.with_bagua(layer, optimizer)  # The class of the 
 bagua.with_bagua(layer, optimizer, "bytegrad", check_every=10)
 bagua.with_bagua(layer, optimizer, "bytegrad", check_every="now")  # type: ignore[arg-type]
 if isinstance(model, bagua.BaguaModule):
-    model.switch_to("bytegrad").bagua_close()
-    model.switch_to(3)  # type: ignore[arg-type]
+    model.bagua_close()
+    model.bagua_step()  # type: ignore[operator]
 
 DistributedDataParallel(layer, optimizers=optimizer, static_graph=True)
 DistributedDataParallel(layer, optimizer=optimizer)  # type: ignore[arg-type]

@@ -256,7 +256,7 @@ def _tell(purpose: str, own: Announced, communicator: Communicator) -> dict[int,
             peers=others,
             expected=purpose,
             seen=f"something else from seats {others}",
-            advice="Make equally many steps on all islands before bagua_finish() and global_average(): see "
+            advice="Make equally many steps on all islands before bagua_finish() and bagua_global_average(): see "
             "model.bagua_step.",
         )
     return {seat: Announced(*row) for seat, (_, *row) in rows.items()}

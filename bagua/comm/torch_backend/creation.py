@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from bagua.comm.torch_backend.starter import CallStarter, CpuStandIn, TorchBacke
 from bagua.comm.torch_backend.work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
     default_store,
-    do_not_compile,
     nccl_options,
     requested_backends,
     require_known_calls,
     set_sequence_number,
 )
 from bagua.errors import ConfigurationError
+from bagua.torch_private import do_not_compile
 
 
 def install_torch_backend() -> None:
@@ -41,7 +42,10 @@ def install_torch_backend() -> None:
         True
     """
     if not dist.is_backend_available(TORCH_NAME):
-        do_not_compile(TorchGroup, CallStarter, CpuStandIn, TorchWork, CallFuture, BackwardPass)
+        kinds = (TorchGroup, CallStarter, CpuStandIn, TorchWork, CallFuture, BackwardPass)
+        do_not_compile(
+            *(method for kind in kinds for method in vars(kind).values() if isinstance(method, FunctionType))
+        )
         # A list: torch would take a string for a list of letters.
         dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 

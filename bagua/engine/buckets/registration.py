@@ -69,6 +69,7 @@ class Registration:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._ignored = ignored = ignored_names(module)
+        _refuse_sharded(module)
         _refuse_sparse(module, ignored)
         _refuse_ddp(module, ignored)
         every = [(name, p) for name, p in module.named_parameters() if name not in ignored]
@@ -232,6 +233,18 @@ def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         seen=seen,
         advice=_SHARDED if seen in {"DTensor", "FlatParameter"} else "",
     )
+
+
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    for prefix, submodule in module.named_modules():
+        if hasattr(type(submodule), "set_all_reduce_hook"):  # Of FSDP2, which puts its class before the user's.
+            raise InvalidTensorError(
+                "fully_shard has sharded this module",
+                argument="module",
+                expected="dense parameters",
+                seen=prefix or type(submodule).__name__,
+                advice=_SHARDED,
+            )
 
 
 def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:

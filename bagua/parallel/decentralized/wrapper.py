@@ -194,7 +194,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         """Load the weights of this rank.
 
         What other ranks had sent before belongs to other weights, and is dropped, unless
-        ``load_bagua_state_dict`` was called since the last step.
+        ``bagua_load_state_dict`` was called since the last step.
         """
         return super().load_state_dict(*args, **kwargs)
 
@@ -218,7 +218,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         """
         return {**self.reducer.state_dict(), "plan": self._rounds}
 
-    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def bagua_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank. Collective.
 
         Raises:
