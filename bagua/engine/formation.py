@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from bagua.engine.state.digests import digest_of_gradients
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
 from bagua.errors import BaguaError, CommunicationError
+
+_log = logging.getLogger("bagua")
 
 
 class Formation:
@@ -346,8 +349,8 @@ class Formation:
     def rebuild(self, difference: str) -> None:
         """Register the module anew, because it has changed on all ranks. Collective.
 
-        The next backward pass forms new buckets; what the algorithm remembers is carried
-        over to parameters of the same name.
+        The next backward pass forms new buckets. What the algorithm remembers belongs to a parameter, whatever it is
+        called now, and begins anew for one that is another object, or has another shape.
 
         Args:
             difference: difference that has appeared here.
@@ -360,7 +363,14 @@ class Formation:
         self.algorithm.settle()  # This rank serves the others in the background until they are here.
         meet(self.group, f"rebuild{self._rebuilt}", difference)
         self.put_aside(settle=False)
+        before = self.registration
         refusal = self._register()
+        kept = before.kept_by(self.registration)
+        forgotten = self.execution.follow(kept)
+        anew = [name for name in forgotten if name in self.registration.names and name not in kept.values()]
+        if anew and self.group.rank == 0:
+            algorithm = type(self.declaration).__name__
+            _log.warning("%s: what %s remembers of %s begins anew", difference, algorithm, ", ".join(anew))
         self.options = dataclasses.replace(self.options, buckets=())
         self._agree(refusal)
 

@@ -271,8 +271,12 @@ class BackwardHooks:
         reducer.after_optimizers(stepped=self._stepped)
         if (difference := reducer.formation.registration.difference()) is not None:
             self.remove_hooks()
-            reducer.formation.rebuild(difference)
-            self.create_hooks()
+            try:
+                reducer.formation.rebuild(difference)
+                self.create_hooks()
+            except BaseException as error:  # Without hooks nothing would be exchanged from here on.
+                reducer.give_up(error)
+                raise
         if reducer.before_step():
             self.remove_hooks()
             self.create_hooks()

@@ -66,6 +66,7 @@ def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference()
         (lambda model: model.append(nn.Linear(4, 4))): "added",
         nn.Module.double: "0.weight",
         move: "0.bias",
+        (lambda model: model.__setitem__(4, nn.Linear(16, 4))): "4 is another module now",
     }
     for change, told in expected.items():
         model = mlp()
@@ -80,6 +81,8 @@ def test_submodules_without_parameters_may_come_and_go():
     model = mlp()
     registration = Registration(model)
     model.append(nn.Identity())
+    assert registration.difference() is None
+    model[5] = nn.Dropout()
     assert registration.difference() is None
     model[0].weight = nn.Parameter(torch.zeros(16, 8))
     assert registration.difference() is not None

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,16 @@ _SHARDED = (
 )
 
 
-class _Place(NamedTuple):
-    """Where a module keeps a parameter; tied parameters have several places."""
+_ASSIGNED = " (load_state_dict(assign=True)?)"
 
-    table: dict[str, torch.nn.Parameter | None]
+
+class _Place(NamedTuple):
+    """Where a module keeps a parameter, or a submodule; tied ones have several places."""
+
+    table: dict[str, Any]
     key: str
     name: str
+    held: torch.nn.Parameter | torch.nn.Module
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
@@ -55,6 +59,7 @@ class Registration:
     Attributes:
         names: names of the trainable parameters, in the module's order.
         parameters: parameters in the same order; tied ones once, under their first name.
+        every: names and parameters, with the frozen ones.
 
     Raises:
         InvalidTensorError: a parameter that cannot be trained together: sparse gradients,
@@ -77,7 +82,7 @@ class Registration:
         self.names = tuple(name for name, _ in trained)
         self.parameters = tuple(parameter for _, parameter in trained)
         self._ids = frozenset(map(id, self.parameters))
-        self._all = [parameter for _, parameter in every]
+        self.every, self._all = every, [parameter for _, parameter in every]
         self._flags = [parameter.requires_grad for parameter in self._all]
         self._facts = [
             *(
@@ -99,24 +104,26 @@ class Registration:
 
     def _remember_places(self) -> None:
         self._places: list[_Place] = []
-        self._tables: list[dict[str, object]] = []
+        self._tables: list[dict[str, Any]] = []
         for prefix, submodule in self._module.named_modules():
             # The tables themselves: looking into them costs a tenth of asking the module.
-            parameters, submodules = vars(submodule)["_parameters"], vars(submodule)["_modules"]
-            self._tables += [parameters, submodules]
-            for key, parameter in parameters.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if parameter is not None and name not in self._ignored:
-                    self._places.append(_Place(parameters, key, name))
+            tables = vars(submodule)["_parameters"], vars(submodule)["_modules"]
+            self._tables += tables
+            for table in tables:
+                for key, held in table.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if held is not None and name not in self._ignored:
+                        self._places.append(_Place(table, key, name, held))
         self._sizes = [len(table) for table in self._tables]
         self._holders = [place.table for place in self._places]
         self._keys = [place.key for place in self._places]
-        self._contents = [place.table[place.key] for place in self._places]
+        self._contents = [place.held for place in self._places]
 
     def remember_storages(self) -> None:
         """Take the present storages of the parameters as the right ones."""
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
         self._numels = list(map(torch.Tensor.numel, self.parameters))
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def trained_now(self) -> list[torch.Tensor]:
@@ -133,6 +140,18 @@ class Registration:
     def facts(self) -> list[str]:
         """One line for each parameter and buffer: what all ranks must have in common."""
         return self._facts
+
+    def kept_by(self, later: Registration) -> dict[str, str]:
+        """The parameters of which ``later`` has the same object in the same shape: the name here, and the one there.
+
+        One that is frozen by then is still there.
+        """
+        there = {id(parameter): name for name, parameter in later.every}
+        return {
+            name: there[id(parameter)]
+            for name, parameter, shape in zip(self.names, self.parameters, self._shapes, strict=True)
+            if id(parameter) in there and parameter.shape == shape
+        }
 
     def difference(self) -> str | None:
         """The first thing that has changed since registration, or None. Costs about 0.2 us per parameter."""
@@ -170,7 +189,7 @@ class Registration:
     def _are_borrowed(self) -> bool:
         """Whether ``torch.func.functional_call`` has put plain tensors in the places of parameters, for one call."""
         held = (place.table.get(place.key) for place in self._places)
-        return any(tensor is not None and not isinstance(tensor, torch.nn.Parameter) for tensor in held)
+        return any(isinstance(one, torch.Tensor) and not isinstance(one, torch.nn.Parameter) for one in held)
 
     def _has_changed(self) -> bool:
         """The slow look: submodules without parameters may come and go."""
@@ -186,9 +205,10 @@ class Registration:
         return False
 
     def _explained(self) -> str:
-        for place, parameter in zip(self._places, self._contents, strict=True):
-            if place.table.get(place.key) is not parameter:
-                return f"{place.name} is another tensor now (load_state_dict(assign=True)?)"
+        for place in self._places:
+            if place.table.get(place.key) is not place.held:
+                kind = "module" if isinstance(place.held, torch.nn.Module) else "tensor"
+                return f"{place.name} is another {kind} now{'' if kind == 'module' else _ASSIGNED}"
         for parameter, flag in zip(self._all, self._flags, strict=True):
             if parameter.requires_grad != flag:
                 return f"{self._name(parameter)} was {'frozen' if flag else 'unfrozen'}"
@@ -208,7 +228,7 @@ class Registration:
 
     def _name(self, parameter: torch.nn.Parameter | None) -> str:
         return next(
-            (place.name for place, held in zip(self._places, self._contents, strict=True) if held is parameter),
+            (place.name for place in self._places if place.held is parameter),
             "a parameter",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagua.algorithms import Exchange, Flight, Model
@@ -12,7 +12,7 @@ from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Courses, gathers
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.schedule.tracks import Track
-from bagua.engine.state.saving import Remembered, collect, cut
+from bagua.engine.state.saving import Remembered, collect, cut, followed
 
 
 class Execution:
@@ -99,6 +99,17 @@ class Execution:
         self.scheduler = None
         self.unused = Unused()
         self.buckets = []
+
+    def follow(self, names: Mapping[str, str]) -> list[str]:
+        """Forget what is remembered of all parameters but those in ``names``, which says what they are called now.
+
+        Returns:
+            The parameters of which something is forgotten.
+        """
+        before = self._remembered or collect(())
+        self._remembered = followed(before, names)
+        owners = {*before["parameters"], *(name for other in before["others"] for name in other["names"])}
+        return sorted(owners - names.keys())
 
     def keep_parts(self) -> None:
         """Let flights of parts, which are no buckets, go on in the buckets to come."""

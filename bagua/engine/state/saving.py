@@ -120,9 +120,21 @@ def renamed(remembered: Remembered, names: Mapping[str, str]) -> Remembered:
             expected="the model whose gradients were exchanged",
             seen=f"no parameters {', '.join(unknown)}",
         )
+    return followed(remembered, names)
+
+
+def followed(remembered: Remembered, names: Mapping[str, str]) -> Remembered:
+    """What is remembered of the parameters in ``names``, under the names that these have now.
+
+    What belongs to a flat tensor as a whole belongs to all of its parameters.
+    """
     return Remembered(
-        parameters={names[name]: state for name, state in remembered["parameters"].items()},
-        others=[{**other, "names": [names[name] for name in other["names"]]} for other in remembered["others"]],
+        parameters={names[name]: state for name, state in remembered["parameters"].items() if name in names},
+        others=[
+            {**other, "names": [names[name] for name in other["names"]]}
+            for other in remembered["others"]
+            if names.keys() >= set(other["names"])
+        ],
     )
 
 
