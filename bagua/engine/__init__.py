@@ -23,13 +23,13 @@ from bagua.engine.start import begin_training, refuse_in_join, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.checkpoints import check as check_saved_state
-from bagua.engine.state.replicas import (
+from bagua.engine.state.optimizers import (
     allreduce_optimizer_state,
-    allreduce_parameters,
-    broadcast_buffers_of,
     broadcast_optimizer_state,
-    broadcast_parameters,
+    sendable,
+    take_state,
 )
+from bagua.engine.state.replicas import allreduce_parameters, broadcast_buffers_of, broadcast_parameters
 from bagua.engine.state.saved_states import check_owner
 from bagua.engine.state.saved_states import name_of_rank as name_of_rank
 from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
@@ -73,4 +73,6 @@ __all__ = [
     "renamed",
     "replace_engine",
     "restore",
+    "sendable",
+    "take_state",
 ]

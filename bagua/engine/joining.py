@@ -11,6 +11,7 @@ import torch
 from bagua.algorithms import Algorithm, Gradients, Sum
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.courses import is_between_steps
+from bagua.engine.state.optimizers import sendable, take_state
 from bagua.engine.state.replicas import tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
@@ -146,9 +147,9 @@ class Joining:
         communicator.broadcast_coalesced(tensors_of(reducer.module, parameters=True, buffers=True), root)
         for optimizer in reducer.optimizers:
             mine = communicator.rank == root
-            state = communicator.broadcast_object(optimizer.state_dict() if mine else None, root)
+            state = communicator.broadcast_object(sendable(optimizer.state_dict()) if mine else None, root)
             if not mine:
-                optimizer.load_state_dict(state)
+                take_state(optimizer, state)
 
 
 class Engine(Protocol):

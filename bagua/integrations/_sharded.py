@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bagua.engine import take_state
 from bagua.errors import ConfigurationError
 
 
@@ -90,7 +91,7 @@ class LocalState:
             }
             for number, known in state_dict["state"].items()
         }
-        self._optimizer.load_state_dict({**state_dict, "state": state})
+        take_state(self._optimizer, {**state_dict, "state": state})
 
 
 _SHARD = "shard"

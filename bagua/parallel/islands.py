@@ -10,7 +10,7 @@ import torch
 from bagua.algorithms import Algorithm, DistributedAlgorithm, OverIslands, as_algorithm
 from bagua.checks import check_kind
 from bagua.comm import Group, ProcessGroup, as_group, get_default_group, is_initialized, solo_group
-from bagua.engine import BackwardHooks, Reducer, name_of_rank
+from bagua.engine import BackwardHooks, Reducer, name_of_rank, sendable, take_state
 from bagua.errors import ConfigurationError
 from bagua.membership import Islands
 
@@ -126,7 +126,7 @@ class _State:
         remembered = reducer.state_dict(copy=False)
         return {
             "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizers": [sendable(optimizer.state_dict()) for optimizer in self._optimizers],
             "engine": {**remembered, name_of_rank(remembered["rank"]): _NOTHING_OF_ITS_OWN},
         }
 
@@ -142,7 +142,10 @@ class _State:
             for name, tensor in state["tensors"].items():
                 here[name].copy_(tensor)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(found)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                take_state(optimizer, found)
+            else:
+                optimizer.load_state_dict(found)
         engine = state["engine"]
         reducer.load_state_dict({**engine, "step": max(step, engine["step"])})
 

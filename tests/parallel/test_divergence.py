@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.engine.state.digests import quick_digest
-from bagua.engine.state.equality import _plain, differ_by_rounding
+from bagua.engine.state.equality import differ_by_rounding
+from bagua.engine.state.optimizers import plain
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init
@@ -378,7 +379,7 @@ def test_a_setting_that_only_one_rank_has_is_named(thread_ranks, owner):
 
 
 def test_settings_are_compared_without_devices_and_addresses():
-    assert _plain((torch.tensor(0.5), [1, None], object())) == [0.5, [1, None], "object"]
+    assert plain((torch.tensor(0.5), [1, None], object())) == [0.5, [1, None], "object"]
 
 
 # Weights that are swapped in and back.

@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
 from bagua.engine.state.digests import digest_of_gradients, quick_digest
 from bagua.engine.state.loads import Loads
+from bagua.engine.state.optimizers import plain
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
 
@@ -231,20 +231,11 @@ def _settings(model: Model) -> Iterator[tuple[str, str]]:
             where = f"optimizer {number} ({type(optimizer).__name__}), parameter group {place} (first: {first})"
             for key in sorted(group, key=lambda one: (one != "lr", one)):
                 if key != "params":
-                    yield f"{key} of {where}", repr(_plain(group[key]))
+                    yield f"{key} of {where}", repr(plain(group[key]))
 
 
 def _digest_of_settings(model: Model) -> bytes:
     return hashlib.sha256("\n".join(map(repr, _settings(model))).encode()).digest()[:8]
-
-
-def _plain(value: Any) -> Any:
-    """``value`` without what is a rank's own: devices, and the addresses of objects."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
 def _differing(lines: Sequence[list[list[str]]]) -> list[tuple[list[str], ...]]:
