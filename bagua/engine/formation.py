@@ -83,6 +83,7 @@ class Formation:
         self.execution = Execution(courses.Courses(self.group, self.belongings))
         self._own(self.group)
         self.equality = EqualityCheck(declaration, options)
+        self._ended: int | None = None
         self.failure = StepFailure(self.group)
         self._rebuilt = 0
         try:
@@ -234,18 +235,32 @@ class Formation:
         feeds_back = courses.brings_lost_gradients(self.phases.exchanges)
         restore_unused(unused_here, self.model.parameters, self.communicator, feeds_back=feeds_back)
 
+    def step_ended(self) -> None:
+        """The backward pass of a step has ended. Collective in steps in which ranks are compared."""
+        step = self.phases.step
+        if self.equality.concerns(step):
+            self.execution.settle()
+            self.equality.look_at_gradients(step, self.model, self.group)
+            self._ended = step
+            if self.equality.at_once:
+                self.compare_ranks()
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks have yet to be compared after the step that ended last."""
+        return self._ended is not None
+
     def compare_ranks(self) -> None:
-        """Compare what must be equal on all ranks, in the steps in which that is due.
+        """Compare what must be equal on all ranks after the step that ended last, if that is due.
 
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
-        step = self.phases.step
-        if not self.equality.concerns(step):
-            return
-        self.execution.settle()
-        belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
-        self.equality.look(step, belief, self.group)
+        step, self._ended = self._ended, None
+        if step is not None:
+            self.execution.settle()
+            belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
+            self.equality.look(step, belief, self.group)
 
     # What starts from weights.
 

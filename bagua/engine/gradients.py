@@ -11,12 +11,12 @@ from bagua.errors import ConfigurationError
 
 
 def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether no gradient that ``optimizer`` would step with has an Inf or NaN."""
+    """Whether ``optimizer`` has gradients to step with, and none of them has an Inf or NaN."""
     given = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
     dense = [one.coalesce().values() if one.is_sparse else one for one in given]
     gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
     if not gradients:
-        return True
+        return bool(given)
     # The usual norm takes a twentieth of the time that the largest element takes on the CPU, but it may overflow.
     norms = torch._foreach_norm  # noqa: SLF001 - as in clip_grad_norm_
     return _are_finite(norms(gradients)) or _are_finite(norms(gradients, float("inf")))
@@ -26,6 +26,33 @@ def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
     # One look at the device for all of them, in a dtype that holds what each of theirs does.
     together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
     return bool(together.isfinite().all())
+
+
+def optimizers_of(
+    optimizers: Sequence[torch.optim.Optimizer], arrived: Collection[torch.Tensor]
+) -> Sequence[torch.optim.Optimizer]:
+    """Those of ``optimizers`` that step one of the parameters ``arrived``; all, if none does."""
+    came = set(map(id, arrived))
+    found = [one for one in optimizers if not came.isdisjoint(id(each) for each in _stepped_by(one))]
+    return found or optimizers
+
+
+def sentinels_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained: Collection[torch.nn.Parameter],
+    arrived: Collection[torch.nn.Parameter],
+) -> tuple[torch.nn.Parameter, ...]:
+    """One parameter of each optimizer, whose gradient tells of a pass: one that has ``arrived``, if one has."""
+    ours, came = set(trained), set(arrived)
+    found: dict[torch.nn.Parameter, None] = {}
+    for optimizer in optimizers:
+        own = [one for one in _stepped_by(optimizer) if one in ours]
+        found.update(dict.fromkeys([one for one in own if one in came][-1:] or own[-1:]))
+    return tuple(found)
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def refuse_graph(_: torch.nn.Parameter) -> None:

@@ -13,30 +13,18 @@ import torch
 
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
-from bagua.engine.gradients import has_finite_gradients, refuse_graph
+from bagua.engine.buckets.registration import require_outside, warn_of_unseen
+from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of
 from bagua.engine.joining import Joining
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.courses import waits_for_optimizers
+from bagua.engine.schedule.executor import nothing
 from bagua.engine.schedule.spans import Passes
 from bagua.engine.wrapping import SWITCH, Wrapping
-from bagua.errors import BaguaError, ConfigurationError
+from bagua.errors import BaguaError
 from bagua.torch_private import accumulates, active_ddp, when_backward_ends
 
 _log = logging.getLogger("bagua")
-
-
-def _require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
-    """Refuse two exchanges of the same gradients."""
-    if any(inner is module for inner in outer.modules()):
-        raise ConfigurationError(
-            "torch's DistributedDataParallel and bagua would both exchange the gradients of this module",
-            argument="module",
-            expected="a module that one of the two trains",
-            seen=type(module).__name__,
-            advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
-            "see bagua.integrations.transformers.use_bagua, and use_comm_hook for both.",
-        )
 
 
 class _Pass:
@@ -55,11 +43,11 @@ class _Pass:
 # hooks out of the garbage collector's sight. Torch calls a ``partial`` faster than an object with ``__call__``.
 
 
-def _output_reached(reference: weakref.ref[BackwardHooks], synchronize: bool, _: torch.Tensor) -> None:
-    """Tell an engine that a backward pass has come to the output of a forward pass."""
+def _tell(reference: weakref.ref[BackwardHooks], method: Callable[..., object], *arguments: Any) -> None:
+    """Call ``method`` of an engine that is still there."""
     engine = reference()
     if engine is not None:
-        engine.enter(synchronize and not engine.accumulates)
+        method(engine, *arguments)
 
 
 def _arrived(reference: weakref.ref[BackwardHooks], parameter: torch.nn.Parameter) -> None:
@@ -75,31 +63,6 @@ def _arrived(reference: weakref.ref[BackwardHooks], parameter: torch.nn.Paramete
         except BaseException as error:
             engine.reducer.give_up(error)
             raise
-
-
-def _stepped(reference: weakref.ref[BackwardHooks], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell an engine of a step of an optimizer."""
-    engine = reference()
-    if engine is not None:
-        engine.optimizer_stepped(optimizer)
-
-
-def _will_load(reference: weakref.ref[BackwardHooks], *_: Any) -> None:
-    """Tell an engine that weights will be loaded into its module."""
-    engine = reference()
-    if engine is not None:
-        engine.reducer.weights_will_be_loaded()
-
-
-def _loaded(reference: weakref.ref[BackwardHooks], *_: Any) -> None:
-    """Tell an engine that weights were loaded into its module."""
-    engine = reference()
-    if engine is not None:
-        engine.reducer.weights_were_loaded()
-
-
-def _do_nothing() -> None:
-    """What ranks do together before a step, if nothing else than the engine does."""
 
 
 def _remove(handles: list[Any]) -> None:
@@ -133,17 +96,24 @@ class BackwardHooks:
         self.accumulates, self.closed = False, False
         if not hasattr(reducer.module, SWITCH):
             self.synchronize = True
-        self.before_step: Callable[[], object] = _do_nothing
+        self.before_step: Callable[[], object] = nothing
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
-        self._silent = False
+        self._arrivals: list[torch.nn.Parameter] = []
         self._listening: list[Any] = []
+        #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
+        self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
+        self._sentinels_fail = self._told_of_unseen = False
+        #: Optimizers that have not stepped since the last pass that was seen, and those that an exchange waits for.
+        self._due: set[int] = set()
         self._waiting_for: set[int] = set()
         self._retired = self._stepped = False
+        #: Whether a forward pass came before the step that is next, and before the one that was last.
+        self._entered = self._was_entered = False
         self.joining: Joining | None = None
 
     @property
@@ -161,7 +131,7 @@ class BackwardHooks:
         return self.reducer.formation.registration.parameters
 
     def create_hooks(self) -> None:
-        """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
+        """Attach to the parameters and optimizers of the reducer. Where one rank has nothing to do, attach to nothing.
 
         Parameters have one engine at a time. Wrapping the same ones anew detaches the earlier.
 
@@ -171,31 +141,35 @@ class BackwardHooks:
         reducer = self.reducer
         if reducer.formation.idle:
             return
-        if reducer.group.size > 1:
-            self._replace_earlier()
+        self._replace_earlier()
+        if reducer.group.size > 1 or not reducer.phases.follows_gradients:
             self._listen_to_parameters()
         module: Any = reducer.module
         loads = [
-            module.register_load_state_dict_pre_hook(partial(_will_load, self._reference)),
-            module.register_load_state_dict_post_hook(partial(_loaded, self._reference)),
+            module.register_load_state_dict_pre_hook(partial(_tell, self._reference, BackwardHooks._will_load)),
+            module.register_load_state_dict_post_hook(partial(_tell, self._reference, BackwardHooks._loaded)),
         ]
         Wrapping.to(module).add(loads)
         self._handles += loads
-        exchanges = reducer.formation.declaration.every_exchange()
-        if waits_for_optimizers(exchanges):
-            stepped = partial(_stepped, self._reference)
-            self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
+        stepped = partial(_tell, self._reference, BackwardHooks.optimizer_stepped)
+        self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
 
     def _listen_to_parameters(self) -> None:
-        """To each, where its gradient is exchanged; else to one, for passes that begin behind the module's output."""
-        listened = self.trained
-        if not self.reducer.phases.follows_gradients:
-            listened = listened[-1:]
+        """To each, where its gradient is exchanged; else to sentinels, once a pass has shown which do."""
+        sentinels = None if self.reducer.phases.follows_gradients else self._sentinels
+        listened = self.trained if sentinels is None else sentinels
         hook = partial(_arrived, self._reference)
-        self._handles += [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter in listened
-        ]
+        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in listened]  # type: ignore[no-untyped-call]
+
+    def _listen_to_sentinels(self) -> None:
+        """A pass has shown which parameters tell of passes: listen to those alone, unless that has failed before."""
+        if not self._sentinels_fail and self.reducer.optimizers:
+            self._sentinels = sentinels_of(self.reducer.optimizers, self.trained, self._arrivals)
+            self._attach_anew()
+
+    def _attach_anew(self) -> None:
+        self.remove_hooks()
+        self.create_hooks()
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.formation.registration
@@ -248,7 +222,7 @@ class BackwardHooks:
         """
         reducer = self.reducer
         if (outer := active_ddp()) is not None:
-            _require_outside(reducer.module, outer)
+            require_outside(reducer.module, outer)
         if reducer.formation.idle or self._retired:
             return
         if not training or not torch.is_grad_enabled():
@@ -267,10 +241,13 @@ class BackwardHooks:
     def enter_step(self) -> None:
         """A training forward begins, or a step without data."""
         reducer = self.reducer
+        self._entered = True
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
+        reducer.compare_ranks()
         if (difference := reducer.formation.registration.difference()) is not None:
             self.remove_hooks()
+            self._sentinels = None
             try:
                 reducer.formation.rebuild(difference)
                 self.create_hooks()
@@ -278,20 +255,28 @@ class BackwardHooks:
                 reducer.give_up(error)
                 raise
         if reducer.before_step():
-            self.remove_hooks()
-            self.create_hooks()
+            self._attach_anew()
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
         if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled():
             return
         self._armed = self.synchronize
-        entered = partial(_output_reached, self._reference, self.synchronize)
+        entered = partial(_tell, self._reference, BackwardHooks._output_reached, self.synchronize)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
+    def _will_load(self, *_: Any) -> None:
+        self.reducer.weights_will_be_loaded()
+
+    def _loaded(self, *_: Any) -> None:
+        self.reducer.weights_were_loaded()
+
     # Backward.
+
+    def _output_reached(self, synchronize: bool, _: torch.Tensor) -> None:
+        self.enter(synchronize and not self.accumulates)
 
     def enter(self, synchronize: bool) -> None:
         """A backward pass has come to the output of a forward pass that was to be synchronized, or was not."""
@@ -313,35 +298,36 @@ class BackwardHooks:
             self._start_step()
 
     def _start_step(self) -> None:
+        self._was_entered, self._entered = self._entered, False
         try:
             if self.joining is not None:
                 self.joining.check_announced()
+            if not self._was_entered:
+                self.reducer.formation.registration.refuse_change()
             self.reducer.begin_step()
         except BaseException as error:
             self.reducer.give_up(error)
             raise
-        follows = self.reducer.phases.follows_gradients
-        self.take = refuse_graph if follows and torch.is_grad_enabled() else self.reducer.taker
-        if not follows and not accumulates(self.trained):
-            self._listen()
-
-    def _listen(self) -> None:
-        """No hook tells of each gradient, and it does not look as if one came: find out for this pass."""
-        self._silent = True
-        self._listening = [
-            parameter.register_post_accumulate_grad_hook(self._heard)  # type: ignore[no-untyped-call]
-            for parameter in self.trained
-        ]
-
-    def _heard(self, _: torch.nn.Parameter) -> None:
-        self._silent = False
+        if self.reducer.phases.follows_gradients:
+            self.take = refuse_graph if torch.is_grad_enabled() else self.reducer.taker
+            return
+        self.take = self._arrivals.append
+        if self._sentinels is not None and not accumulates(self.trained):
+            # It does not look as if a gradient came: find out for this pass.
+            self._listening = [
+                parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
+                for parameter in self.trained
+            ]
 
     def _complete(self, ended: _Pass) -> None:
         if self.current is None or self.current() is not ended:
             return
+        step = self.reducer.step
         try:
             if self._is_step and (self.reducer.initialized or self._form_buckets()):
                 self._complete_step()
+            if self.take is None or self.reducer.step != step:
+                self._due = set(map(id, self.reducer.optimizers))
         except BaseException as error:
             # Before there are buckets, all ranks refuse together, or their communicator is broken already.
             if self.reducer.initialized or not isinstance(error, BaguaError):
@@ -353,13 +339,16 @@ class BackwardHooks:
 
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
-        self._silent = False
+        self._arrivals.clear()
         _remove(self._listening)
 
     @property
     def _is_step(self) -> bool:
         """Whether the backward pass under way is one that all ranks make together."""
-        return self.take is not None and not self._silent and bool(self.trained)
+        if self.take is None or not self.trained:
+            return False
+        listens_to_all = self._sentinels is None or bool(self._listening)
+        return self.reducer.phases.follows_gradients or bool(self._arrivals) or not listens_to_all
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
@@ -380,11 +369,13 @@ class BackwardHooks:
         if reducer.group.size == 1 and reducer.phases.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
+        if self._sentinels is None and not reducer.phases.follows_gradients:
+            self._listen_to_sentinels()
         reducer.mark_on_complete()
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
-        if reducer.execution.owes:
+        if reducer.execution.owes or reducer.formation.compares:
             self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
@@ -413,16 +404,45 @@ class BackwardHooks:
         wait for this rank until its next forward pass, and there may be none.
         """
         reducer = self.reducer
-        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers if has_finite_gradients(optimizer)}
+        stepping = optimizers_of(reducer.optimizers, self._arrivals)
+        self._waiting_for = {id(optimizer) for optimizer in stepping if has_finite_gradients(optimizer)}
         if reducer.optimizers and not self._waiting_for:
             reducer.after_optimizers()
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """``optimizer`` has made its step: when the last has, exchange what waited for that."""
+        if id(optimizer) not in self._due:
+            self._step_unseen(optimizer)
         self._stepped = True
+        self._due.discard(id(optimizer))
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers(late=False)
+            self.reducer.compare_ranks()
+            if not self._was_entered and self.joining is None:  # A method of the model has the loss.
+                self.enter_step()
+                self._entered = False
+
+    def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""
+        reducer = self.reducer
+        ours = set(self.trained)
+        stepped = (one for group in optimizer.param_groups for one in group["params"] if one in ours)
+        if self.joining is not None or not self.synchronize or self.accumulates or self._retired:
+            return
+        if all(one.grad is None for one in stepped):
+            return
+        if reducer.phases.follows_gradients:
+            if not self._told_of_unseen and reducer.group.rank == 0 < reducer.group.size - 1:
+                warn_of_unseen(reducer.optimizers, optimizer)
+            self._told_of_unseen = True
+            return
+        self._sentinels, self._sentinels_fail = None, True
+        self._attach_anew()
+        self._due = set(map(id, reducer.optimizers))
+        self.enter_step()
+        reducer.begin_step()
+        reducer.mark_on_complete()
 
 
 #: Engines that listen to parameters now.

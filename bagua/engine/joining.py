@@ -178,14 +178,16 @@ def join_block(engine: Engine, *, by_initial_size: bool, throws: bool) -> Iterat
         engine.before_step()
         _step_without_data(engine, joining)
 
-    engine.joining = joining
+    equality = engine.reducer.formation.equality
+    engine.reducer.compare_ranks()
+    engine.joining, before, equality.at_once = joining, equality.at_once, True
     try:
         yield
         joining.follow(step)
     finally:
-        engine.joining = None
+        engine.joining, equality.at_once = None, before
         joining.close()
-        engine.reducer.formation.equality.paused = False
+        equality.paused = False
 
 
 def _step_without_data(engine: Engine, joining: Joining) -> None:

@@ -257,6 +257,7 @@ class Reducer:
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.formation.failure.check()
+        self.compare_ranks()  # For those who drive a reducer by hand.
         if self.execution.scheduler is None:
             return
         self.formation.follow_phase()  # For those who drive a reducer by hand, without forward passes.
@@ -325,11 +326,17 @@ class Reducer:
         scheduler.complete()
         if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
             self.formation.restore_unused(without)
-        self.formation.compare_ranks()
+        self.formation.step_ended()
         phases.advance(scheduler.clock.stride)
         self._versions = self.formation.registration.versions if scheduler.owes else []
 
     # Between backward passes.
+
+    def compare_ranks(self) -> None:
+        """Compare what must be equal on all ranks, once optimizers have stepped, after steps for which that is due."""
+        if self.formation.compares:
+            with self._giving_up():
+                self.formation.compare_ranks()
 
     def weights_will_be_loaded(self) -> None:
         """Wait for what is sent from where the weights lie."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from bagua.checks import check_kind
 from bagua.engine import EngineAccess, check_saved_state, name_of_rank
 from bagua.errors import ConfigurationError
+from bagua.parallel import BaguaModule
 
 __all__ = ["load_training_state", "training_state"]
 
@@ -90,9 +91,10 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
 
 
 def _checked(model: Any) -> EngineAccess:
-    check_kind(EngineAccess, "what with_bagua, DistributedDataParallel or exchange_shards returned", model=model)
-    assert isinstance(model, EngineAccess)
-    return model
+    kinds = (EngineAccess, BaguaModule)
+    check_kind(kinds, "what with_bagua, DistributedDataParallel or exchange_shards returned", model=model)
+    checked: EngineAccess = model
+    return checked
 
 
 def _module_of(engine: Any) -> torch.nn.Module:

@@ -490,7 +490,7 @@ def test_ranks_that_round_differently_are_told_once_and_train_on(thread_ranks, c
     assert "0.weight on rank 1 is not that of rank 0" in caplog.text
 
 
-@pytest.mark.parametrize("share", [1e-4, float("nan"), float("inf")])
+@pytest.mark.parametrize("share", [1e-4, float("inf")])
 def test_more_than_rounding_ends_the_run(thread_ranks, share):
     def change(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
         if rank == 1:

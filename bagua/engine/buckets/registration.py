@@ -167,6 +167,23 @@ class Registration:
             return None
         return self._explained()
 
+    def refuse_change(self) -> None:
+        """A backward pass begins, and no forward pass gave the chance to take in what has changed.
+
+        Raises:
+            ConfigurationError: something has, and gradients would be missed. What is frozen for a while has none.
+        """
+        change = self.difference()
+        frozen = (before and not one.requires_grad for one, before in zip(self._all, self._flags, strict=True))
+        if change is not None and not any(frozen):
+            raise ConfigurationError(
+                f"{change}, and the backward pass began without a forward pass of the model",
+                argument="model",
+                expected="a call of the model itself after it has changed",
+                seen="a method of it, or of a part",
+                advice="Call model(...) on all ranks in the first step after the change, or wrap the model again.",
+            )
+
     def refuse_other_devices(self, served: Collection[str]) -> None:
         """Check that the parameters are where they can be exchanged.
 
@@ -267,6 +284,19 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
             )
 
 
+def require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
+    """Refuse two exchanges of the same gradients."""
+    if any(inner is module for inner in outer.modules()):
+        raise ConfigurationError(
+            "torch's DistributedDataParallel and bagua would both exchange the gradients of this module",
+            argument="module",
+            expected="a module that one of the two trains",
+            seen=type(module).__name__,
+            advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
+            "see bagua.integrations.transformers.use_bagua, and use_comm_hook for both.",
+        )
+
+
 def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:
     for prefix, submodule in module.named_modules():
         if not isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
@@ -333,3 +363,13 @@ def warn_of_strangers(module: torch.nn.Module, optimizers: Sequence[torch.optim.
                 place,
                 type(optimizer).__name__,
             )
+
+
+def warn_of_unseen(optimizers: Sequence[torch.optim.Optimizer], stepped: torch.optim.Optimizer) -> None:
+    """Say that an optimizer steps with gradients that were not exchanged."""
+    _log.warning(
+        "optimizer %d (%s) steps with gradients that no backward pass has brought, so they are not exchanged: call "
+        "backward() in place of torch.autograd.grad, and step once for each backward pass",
+        optimizers.index(stepped),
+        type(stepped).__name__,
+    )

@@ -67,11 +67,13 @@ class EqualityCheck:
     Attributes:
         loads: record of weights that were loaded into the model.
         paused: True while ranks may differ, because some make steps without data.
+        at_once: True to look when the backward pass ends, before optimizers step: one of the ranks may skip that.
     """
 
     def __init__(self, algorithm: Algorithm, options: EngineOptions) -> None:
         self.loads = Loads()
         self.paused = False
+        self.at_once = algorithm.ranks_differ
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
         self._looks = not algorithm.in_background
@@ -108,8 +110,14 @@ class EqualityCheck:
         """Whether it is time to look; a step may stand for several."""
         return 0 <= self._next <= step
 
+    def look_at_gradients(self, step: int, model: Model, group: ProcessGroup) -> None:
+        """At the end of the backward pass of ``step``, warn if all ranks computed the same gradients. Collective."""
+        if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
+            own = self._own_gradients(model)
+            warn_of_equal_gradients(group.global_communicator.allgather_object(own), group.rank)
+
     def look(self, step: int, belief: Belief, group: ProcessGroup) -> None:
-        """Compare at the end of ``step``. Collective in the steps that all ranks know.
+        """Compare after ``step``. Collective in the steps that all ranks know.
 
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
@@ -120,9 +128,6 @@ class EqualityCheck:
             return
         self._next = self._after(step)
         communicator = group.global_communicator
-        if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
-            own = self._own_gradients(belief.model)
-            warn_of_equal_gradients(communicator.allgather_object(own), group.rank)
         difference, by_rounding = self._difference(belief, communicator)
         if difference is not None and not by_rounding:
             raise difference

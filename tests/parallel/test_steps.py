@@ -1,0 +1,236 @@
+"""What counts as a step: one of an optimizer after a backward pass, whatever was called for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.algorithms import Algorithm
+from bagua.errors import ConfigurationError
+from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, sgd, snapshot
+from tests.parallel.test_changes import ALGORITHMS, OPTIONS, optimizer_maker
+from tests.parallel.wrapping import by_with_bagua
+
+pytestmark = pytest.mark.threads
+BY_WEIGHTS = ["local_sgd", "slowmo", "diloco", "sparse_loco", "decentralized", "low_precision_decentralized"]
+STEPS = 8
+
+
+class Heads(nn.Module):
+    """The head that is registered last is trained later, if ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.last = mlp(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.body(inputs))
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        inputs, targets = batch(rank, step)
+        return nn.functional.mse_loss(self.first(self.body(inputs)), targets)
+
+
+def by_a_method(model: Any, rank: int, step: int) -> None:
+    model.loss(rank, step).backward()
+
+
+def by_parts(model: Any, rank: int, step: int) -> None:
+    inputs, targets = batch(rank, step)
+    nn.functional.mse_loss(model.first(model.body(inputs)), targets).backward()
+
+
+def by_assigning(model: Any, rank: int, step: int) -> None:
+    parameters = [*model.body.parameters(), *model.first.parameters()]
+    for one, gradient in zip(parameters, torch.autograd.grad(model.loss(rank, step), parameters), strict=True):
+        one.grad = gradient
+
+
+def started(name: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = Heads()
+    for parameter in model.parameters():  # Threads share the generator.
+        nn.init.constant_(parameter, 0.1)
+    algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
+    optimizer = optimizer_maker(algorithm)(model.parameters())
+    return by_with_bagua(model, optimizer, algorithm=algorithm, find_unused_parameters=True), optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, way) for name in ALGORITHMS for way in (by_a_method, by_parts)),
+     *((name, by_assigning) for name in BY_WEIGHTS)],
+)  # fmt: skip
+def test_every_step_of_an_optimizer_counts(thread_ranks, name, way: Callable[..., None]):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model, optimizer = started(name)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            way(model, rank, step)
+            optimizer.step()
+        assert model.bagua_step == STEPS
+        if name in ("local_sgd", "slowmo", "diloco", "sparse_loco"):
+            return snapshot(model)  # The last exchange was due after the last step.
+        model.bagua_finish()
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "gradient_allreduce"])
+@pytest.mark.parametrize("trained", [["first"], ["last"], ["first", "last"]])
+def test_parts_of_a_container_train_in_turns(thread_ranks, name, trained):
+    """As the two networks of a GAN, which have an optimizer each."""
+
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        parts = nn.ModuleDict({"first": mlp(1), "last": mlp(2)})
+        optimizers = {key: sgd(part.parameters()) for key, part in parts.items()}
+        algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
+        model: Any = by_with_bagua(parts, list(optimizers.values()), algorithm=algorithm, find_unused_parameters=True)
+        for step in range(STEPS):
+            for key in trained:
+                optimizers[key].zero_grad()
+                inputs, targets = batch(rank, step)
+                nn.functional.mse_loss(parts[key](inputs), targets).backward()
+                optimizers[key].step()
+        assert model.bagua_step == STEPS * len(trained)
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(thread_ranks, name):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model, optimizer = started(name)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model.loss(rank, step).backward()
+            if rank or step:  # As a GradScaler after an overflow.
+                optimizer.step()
+            else:
+                model.first.weight.grad.fill_(torch.inf)
+        assert model.bagua_step == STEPS
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+def test_one_parameter_of_each_optimizer_tells_of_passes(thread_ranks):
+    def train() -> int:
+        model, optimizer = started("local_sgd")
+        for step in range(2):
+            model.loss(bagua.comm.get_rank(), step).backward()
+            optimizer.step()
+        return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters())
+
+    assert thread_ranks(2, train) == [1, 1]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_gradients_that_were_not_exchanged_are_told_at_once(thread_ranks, caplog, times):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = started("gradient_allreduce")
+        for step in range(times):
+            by_assigning(model, rank, step)
+            optimizer.step()
+
+    thread_ranks(2, train)
+    assert caplog.text.count("optimizer 0 (SGD) steps with gradients that no backward pass has brought") == 1
+
+
+def test_steps_with_gradients_that_came_are_not_told_of(thread_ranks, caplog):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = started("gradient_allreduce")
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model.loss(rank, step).backward()
+            model.loss(rank, step).backward()
+            optimizer.step()
+
+    thread_ranks(2, train)
+    assert "no backward pass" not in caplog.text
+
+
+def test_a_change_that_no_forward_pass_could_take_in_is_an_error(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = started("gradient_allreduce")
+        model.loss(rank, 0).backward()
+        optimizer.step()
+        model.first.weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(ConfigurationError, match=r"first\.weight is another tensor now.*without a forward pass"):
+            model.loss(rank, 1).backward()
+
+    thread_ranks(2, train)
+
+
+# Sharpness-aware minimization: each rank steps up its own gradient, and down that of all.
+
+
+def _perturbed(model: nn.Module) -> Iterator[None]:
+    old = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=0.05)
+    yield
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), old, strict=True):
+            parameter.copy_(before)
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def _sharpness_aware() -> State:
+    """What two ranks come to, on one."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    for step in range(5):
+        total: list[torch.Tensor] = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank in range(2):
+            optimizer.zero_grad()
+            _loss(model, rank, step).backward()
+            for _ in _perturbed(model):
+                optimizer.zero_grad()
+                _loss(model, rank, step).backward()
+            for mean, parameter in zip(total, model.parameters(), strict=True):
+                mean.add_(parameter.grad, alpha=0.5)
+        for mean, parameter in zip(total, model.parameters(), strict=True):
+            parameter.grad = mean
+        optimizer.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("check_every", [0, 1, None])
+@pytest.mark.parametrize("given", [True, False], ids=["with the optimizer", "without"])
+def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_every, given):
+    def train() -> State:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped: Any = by_with_bagua(model, [optimizer] if given else [], check_every=check_every)
+        for step in range(5):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                _loss(wrapped, rank, step).backward()
+            for _ in _perturbed(model):
+                optimizer.zero_grad()
+                _loss(wrapped, rank, step).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    states = thread_ranks(2, train)
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], _sharpness_aware())
