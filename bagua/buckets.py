@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ from bagua.comm import Communicator, copy_flat
 from bagua.errors import ConfigurationError
 
 __all__ = ["Bucket", "check_align_bytes", "form_buckets", "padded_numel"]
+
+_log = logging.getLogger("bagua")
 
 Key = TypeVar("Key")
 Member = TypeVar("Member")
@@ -118,6 +121,20 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
+@torch.no_grad()
+def write_finite(named: Mapping[str, torch.Tensor], means: Sequence[torch.Tensor]) -> None:
+    """Make means the values of the tensors of these names, each that is finite: constants may be infinite."""
+    if not named:
+        return
+    flags = torch.stack([torch.isfinite(one).all() for one in (*means, *named.values())]).tolist()
+    after, before = flags[: len(means)], flags[len(means) :]
+    for name, mean, is_finite, was_finite in zip(named, means, after, before, strict=True):
+        if is_finite:
+            named[name].copy_(mean)
+        elif was_finite:
+            _log.warning("Buffer %s stays as this rank has it: on another rank it is not finite, nor is the mean", name)
+
+
 class Bucket:
     """Parameters of one dtype on one device that are exchanged in one go.
 
@@ -132,6 +149,7 @@ class Bucket:
             it. Otherwise they stay where they are, and gradients are copied in and out.
         by_arrival: it follows the order in which gradients appear, as all buckets of a model do, but those of parts
             that are cut in another way.
+        dtype: dtype of flat memory, without ``fusion``; None for that of the parameters.
 
     Attributes:
         offsets: start of each parameter in flat memory, in elements.
@@ -161,12 +179,13 @@ class Bucket:
         shares: int = 1,
         fusion: bool = True,
         by_arrival: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         first = parameters[0]
         self.index = index
         self.names = tuple(names)
         self.parameters = tuple(parameters)
-        self.dtype = first.dtype
+        self.dtype = dtype or first.dtype
         self.device = first.device
         self.fusion = fusion
         self.by_arrival = by_arrival

@@ -1,7 +1,7 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
 
 from bagua.engine.access import EngineAccess
-from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
+from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
 from bagua.engine.meeting import meet as meet
@@ -37,7 +37,6 @@ from bagua.engine.wrapping import Wrapping
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
-    "FLOAT_BUFFERS",
     "BackwardHooks",
     "BucketType",
     "EngineAccess",

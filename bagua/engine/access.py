@@ -128,8 +128,7 @@ class EngineAccess:
         if not closing:
             yield
             return
-        beyond = [one for one in closing if one.alone]
-        with GlobalAverage(reducer, buffers=True, beyond=beyond):
+        with GlobalAverage(reducer, closing):
             yield
 
     def bagua_close(self) -> None:

@@ -9,13 +9,8 @@ import torch
 from typing_extensions import Self
 
 from bagua.algorithms import Exchange
-from bagua.buckets import form_buckets
-from bagua.comm import ReduceOp
 from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
-
-_CHUNK_BYTES = 25 * 1024 * 1024
-FLOAT_BUFFERS = (torch.float16, torch.float32, torch.float64)
 
 
 class GlobalAverage:
@@ -27,43 +22,28 @@ class GlobalAverage:
 
     Args:
         reducer: reducer of the model.
-        buffers: average float16, float32 and float64 buffers, too.
-        beyond: exchanges that make the means, where others than the ranks of the group take part; none otherwise.
+        exchanges: exchanges that make the means; see ``Algorithm.closing``.
 
     Attributes:
         distance: the Euclidean distance of this rank's trainable parameters from the mean;
             also ``float(average)``.
     """
 
-    def __init__(self, reducer: Reducer, *, buffers: bool, beyond: Sequence[Exchange] = ()) -> None:
+    def __init__(self, reducer: Reducer, exchanges: Sequence[Exchange]) -> None:
         self._reducer = reducer
         self._step = reducer.step
         reducer.formation.failure.check()
         self._suspended = reducer.execution.suspend()
         self._layout = reducer.buckets
         trained = list(reducer.formation.registration.parameters)
-        held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in FLOAT_BUFFERS] if buffers else []
-        self._tensors: list[torch.Tensor] = [*trained, *held]
-        self._others = self._means_beyond(beyond) if beyond else self._means()
+        held = reducer.formation.model.buffers() if any("buffers" in one.needs for one in exchanges) else {}
+        self._tensors: list[torch.Tensor] = [*trained, *held.values()]
+        self._others = self._means(exchanges)
         self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
         self._swap()
 
     @torch.no_grad()
-    def _means(self) -> list[torch.Tensor]:
-        """New tensors, so that a peer that is lost half-way changes nothing here."""
-        means = [tensor.detach().clone() for tensor in self._tensors]
-        chunks = form_buckets(
-            means,
-            key=lambda mean: (mean.dtype, mean.device),
-            nbytes=lambda mean: mean.nbytes,
-            bucket_bytes=_CHUNK_BYTES,
-        )
-        for chunk in chunks:
-            self._reducer.formation.communicator.allreduce_coalesced(chunk, ReduceOp.AVG)
-        return means
-
-    @torch.no_grad()
-    def _means_beyond(self, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+    def _means(self, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
         """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
         formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
         try:

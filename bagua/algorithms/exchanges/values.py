@@ -11,6 +11,7 @@ import torch
 from bagua.algorithms.exchanges.fields import How, Point, Then, What
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import Parts
+from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
@@ -56,7 +57,7 @@ class Weights(What):
 
 @dataclass(frozen=True)
 class Buffers(What):
-    """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
+    """The buffers of the module that have means, as running means; with ``Parts(1, "strided")`` all at once."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
     in_full: ClassVar[bool] = True
@@ -250,7 +251,7 @@ class Mean(Sum):
 
 @dataclass(frozen=True)
 class Replace(Then):
-    """The result takes the place of what was sent; weights only if it is finite."""
+    """The result takes the place of what was sent; of weights only if all is finite, of buffers each that is."""
 
     replaces: ClassVar[bool] = True
 
@@ -268,6 +269,8 @@ class Replace(Then):
             return
         if "gradients" in flight.reads:
             torch.mul(flight.flat, flight.rescale, out=bucket.allocate_gradients())
+        elif "buffers" in flight.reads:
+            write_finite(dict(zip(bucket.names, bucket.parameters, strict=True)), flight.views(flight.flat))
         else:
             write_if_finite(flight)
 

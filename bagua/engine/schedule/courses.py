@@ -240,15 +240,19 @@ class Courses:
             return list(enumerate(buckets))
         if (parts, of_buffers) not in self._parts:
             named: Mapping[str, Any] = model.buffers() if of_buffers else model.parameters
-            self._parts[parts, of_buffers] = list(self._cut(parts, named, options)) if named else []
+            # In float64 the mean of equal constants is the constant, also of the largest of float32.
+            dtype = torch.float64 if of_buffers else None
+            self._parts[parts, of_buffers] = list(self._cut(parts, named, options, dtype)) if named else []
         return self._parts[parts, of_buffers]
 
-    def _cut(self, parts: Parts, named: Mapping[str, Any], options: EngineOptions) -> Iterable[tuple[int, Bucket]]:
-        """One bucket for each part, dtype and device; tensors stay where they are."""
+    def _cut(
+        self, parts: Parts, named: Mapping[str, Any], options: EngineOptions, dtype: torch.dtype | None
+    ) -> Iterable[tuple[int, Bucket]]:
+        """One bucket for each part, dtype (or all as ``dtype``) and device; tensors stay where they are."""
         for part, names in enumerate(parts.cut(named)):
             kinds = form_buckets(
                 names,
-                key=lambda name: (named[name].dtype, named[name].device),
+                key=lambda name: (dtype or named[name].dtype, named[name].device),
                 nbytes=lambda name: int(named[name].nbytes),
                 bucket_bytes=2**63,
             )
@@ -263,6 +267,7 @@ class Courses:
                         align_bytes=options.align_bytes,
                         fusion=False,
                         by_arrival=False,
+                        dtype=dtype,
                     ),
                 )
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from bagua.buckets import write_finite
 from bagua.comm import Communicator, Group, NonMember, ReduceOp, communicator_of
-from bagua.engine.buckets.registration import ignored_names
+from bagua.engine.buckets.registration import buffers_of, floating_buffers_of, ignored_names
 from bagua.engine.state.saving import digest_of
 
 
@@ -70,6 +71,8 @@ def average(tensors: Sequence[torch.Tensor], communicator: Communicator | NonMem
 def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) -> None:
     """Replace floating-point parameters and buffers by their mean over all ranks, the rest by rank 0's.
 
+    A buffer whose mean is not finite stays as it is, as a mask does that is infinite on all ranks.
+
     Args:
         module: equal in names, shapes and dtypes on all ranks.
         comm: the ranks; None means all.
@@ -78,7 +81,12 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) 
         >>> from bagua.comm import solo_group
         >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
-    average(tensors_of(module, parameters=True, buffers=True), communicator_of(comm))
+    communicator, held = communicator_of(comm), floating_buffers_of(module)
+    rest = [buffer for name, buffer in buffers_of(module).items() if name not in held]
+    average([*tensors_of(module, parameters=True, buffers=False), *rest], communicator)
+    means = [buffer.to(torch.float64, copy=True) for buffer in held.values()]
+    communicator.allreduce_coalesced(means, ReduceOp.AVG)
+    write_finite(held, means)
 
 
 def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:

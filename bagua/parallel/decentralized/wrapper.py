@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags
 from bagua.comm import Group
-from bagua.engine import FLOAT_BUFFERS, GlobalAverage, begin_training, check_module
+from bagua.engine import GlobalAverage, begin_training, check_module
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.mixing import RoundMix, mixing_a_step_late
@@ -92,7 +92,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
     """
 
     #: The dtypes of buffers that ``global_avg`` averages.
-    FLOAT_DTYPES = FLOAT_BUFFERS
+    FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
     def __init__(
         self,
@@ -186,7 +186,9 @@ class DecentralizedDataParallel(OverlappingWrapper):
         Returns:
             An object that knows how far this rank was from the mean.
         """
-        return GlobalAverage(self.reducer, buffers=self._sync_buffers)
+        closing = self.reducer.phases.made(self.reducer.formation.declaration.closing())
+        unwanted = frozenset() if self._sync_buffers else {"buffers"}
+        return GlobalAverage(self.reducer, [one for one in closing if one.needs.isdisjoint(unwanted)])
 
     # Checkpoints.
 
