@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -13,7 +14,17 @@ import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.harness import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    loss_of,
+    mlp,
+    seeded,
+    snapshot,
+)
 from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
@@ -126,6 +137,27 @@ def test_buffers_come_from_rank_0_when_torch_would_bring_them(thread_ranks, opti
     _, (at_start, observed) = thread_ranks(2, check)
     assert at_start == (0.0 if at_the_start else 1.0)
     assert observed == (10.0 if before_forward else 11.0)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_several_forward_passes_through_a_batch_normalization_have_one_backward_pass(thread_ranks, affine):
+    """As torch's DDP does: rank 0's buffers come before each forward pass, and autograd does not mind."""
+
+    def train() -> tuple[State, State, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        with seeded():
+            plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=affine), nn.Linear(8, 4))
+        alone = copy.deepcopy(plain)
+        wrapped = DistributedDataParallel(plain)
+        inputs, _ = batch(rank, 0)
+        for model in (wrapped, alone):
+            (model(inputs) * model(-inputs)).sum().backward()
+        return gradients(plain), gradients(alone), plain[1].running_mean.clone()
+
+    results = thread_ranks(2, train)
+    for ours, _, _ in results:
+        assert_close(ours, {name: (results[0][1][name] + results[1][1][name]) / 2 for name in ours})
+    assert not torch.equal(results[0][2], results[1][2])  # until the next forward pass
 
 
 def in_bucket(loop: Loop, addresses: list[int]) -> int:

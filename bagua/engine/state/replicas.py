@@ -50,12 +50,14 @@ def broadcast_parameters(module: torch.nn.Module, broadcast_buffers: bool = True
 def broadcast_buffers_of(module: torch.nn.Module, root: int = 0, *, comm: Group | None = None) -> None:
     """Give all ranks the buffers of one of them. Collective.
 
+    Autograd does not hear of it, as in torch's DDP: a forward pass before this one may wait for its backward pass.
+
     Args:
         module: equal in names, shapes and dtypes on all ranks.
         root: the rank whose buffers they are.
         comm: the ranks; None means all.
     """
-    tensors = tensors_of(module, parameters=False, buffers=True)
+    tensors = [buffer.data for buffer in buffers_of(module).values()]  # detach() would share the count of versions
     if tensors:
         communicator_of(comm).broadcast_coalesced(tensors, root)
 
