@@ -76,6 +76,7 @@ class Formation:
         self.algorithm = declaration.reify(user_group)
         leader = check_leader(options.intra_comm_root_rank, user_group)
         self.phases = Phases(user_group.size)
+        self._rebuilt = 0
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
         courses.describe(self.group, partial(_whereabouts, weakref.ref(self)))
@@ -85,7 +86,6 @@ class Formation:
         self.equality = EqualityCheck(declaration, options)
         self._ended: int | None = None
         self.failure = StepFailure(self.group)
-        self._rebuilt = 0
         try:
             self._agree(refusal)
         except BaseException:
@@ -111,6 +111,9 @@ class Formation:
             self.order = GradientOrder(self.registration)
             self.model = checked_model(self.module, self.registration, self.optimizers, self.declaration)
             self.phases.bind(self.declaration, self.model)
+            if not self._rebuilt:
+                for one in self.declaration.every_exchange():
+                    one.parts.check(self.model.parameters)
             if self.algorithm.process_group.size > 1:
                 served = self.algorithm.process_group.global_communicator.device_types
                 self.registration.refuse_other_devices(served)

@@ -130,6 +130,11 @@ class BackwardHooks:
         """The parameters that are trained together, as they are now."""
         return self.reducer.formation.registration.parameters
 
+    @property
+    def _frozen(self) -> bool:
+        """Whether all of them are frozen for a while, as a discriminator is: others train through the module then."""
+        return bool(self.trained) and not any(parameter.requires_grad for parameter in self.trained)
+
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. Where one rank has nothing to do, attach to nothing.
 
@@ -225,7 +230,7 @@ class BackwardHooks:
             require_outside(reducer.module, outer)
         if reducer.formation.idle or self._retired:
             return
-        if not training or not torch.is_grad_enabled():
+        if not training or not torch.is_grad_enabled() or self._frozen:
             return
         reducer.formation.failure.check()
         self.announce()
@@ -259,7 +264,7 @@ class BackwardHooks:
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
-        if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled():
+        if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled() or self._frozen:
             return
         self._armed = self.synchronize
         entered = partial(_tell, self._reference, BackwardHooks._output_reached, self.synchronize)

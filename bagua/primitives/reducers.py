@@ -75,7 +75,7 @@ class SumReducer(ABC):
         """
         if dtype not in FLOATING:
             raise InvalidTensorError(
-                f"{self!r} cannot reduce this dtype",
+                "parameters and tensors of this dtype cannot be compressed",
                 argument="tensor",
                 expected=" or ".join(map(str, FLOATING)),
                 seen=dtype,

@@ -127,8 +127,11 @@ def test_parts_are_cut_by_layer_and_by_bytes():
     assert sorted(name for part in balanced for name in part) == sorted(named)
     loads = [sum(named[name].nbytes for name in part) for part in balanced]
     assert max(loads) <= 4 / 3 * sum(loads) / 2
-    with pytest.raises(ConfigurationError, match="expected at most as many as there are layers"):
-        Parts(4, "strided").cut(named)
+    with pytest.raises(ConfigurationError, match="argument fragments, expected at most as many as there are layers"):
+        Parts(4, "strided").check(named)
+    for by in ("strided", "bytes"):  # All layers are frozen, or all but one.
+        assert Parts(2, by).cut({}) == [[], []]
+        assert Parts(2, by).cut({"0.weight": named["0.weight"]}) == [["0.weight"], []]
 
 
 def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a value

@@ -844,6 +844,8 @@ def test_other_doors_take_them(thread_ranks):
     ("make", "said"),
     [
         (lambda: LocalSGDAlgorithm(0), "sync_every"),
+        (lambda: DiLoCoAlgorithm(None), "argument sync_every"),
+        (lambda: DiLoCoAlgorithm(0.5), "argument sync_every"),
         (lambda: LocalSGDAlgorithm(4, start_after=-1), "start_after"),
         (lambda: SlowMoAlgorithm(4, beta=1.0), "beta"),
         (lambda: SlowMoAlgorithm(4, alpha=0.0), "alpha"),

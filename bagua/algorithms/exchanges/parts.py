@@ -58,24 +58,30 @@ class Parts:
         return (part + 1) * steps // self.n % steps
 
     def cut(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-        """Names of the parameters of each part; parts that would be empty are refused.
+        """Names of the parameters of each part; a part is empty where layers were frozen.
 
         Args:
-            parameters: parameters of the model, by name, in its order.
+            parameters: parameters of the model that are trained, by name, in its order.
+        """
+        return self._strided(parameters) if self.by == "strided" else self._balanced(parameters)
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse parts that are empty from the beginning, unless all are: then the model is frozen.
+
+        Args:
+            parameters: as for ``cut``.
 
         Raises:
             ConfigurationError: there are fewer layers, or parameters, than parts.
         """
-        parts = self._strided(parameters) if self.by == "strided" else self._balanced(parameters)
-        if not all(parts):
+        if parameters and not all(self.cut(parameters)):
             raise ConfigurationError(
-                f"{self.n} parts are too many for this model: one would hold no parameter",
-                argument="parts",
+                f"this model has too few layers for {self.n} fragments: one would hold no parameter",
+                argument="fragments",
                 expected="at most as many as there are layers",
-                seen=f"{self!r} for {len(parameters)} parameters",
-                advice="Where the parts are fragments, take fewer of them: fragments=.",
+                seen=f"{self.n} for {len(parameters)} parameters",
+                advice=f"In an exchange of your own they are parts={self!r}.",
             )
-        return parts
 
     def _strided(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
         layers: dict[str, list[str]] = {}

@@ -110,6 +110,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     anchor_device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
+        check_whole(1, sync_every=self.sync_every)
         if not isinstance(self.outer, Outer):
             check_choice(_NAMES, outer=self.outer)
         if self.outer_lr is not None:
