@@ -18,6 +18,7 @@ from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.tuples import Promise as Promise
+from bagua.algorithms.exchanges.tuples import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.gradients.dion import DionAlgorithm, DionAlgorithmImpl

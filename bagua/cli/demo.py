@@ -203,6 +203,7 @@ def _train(rank: Rank, settings: Settings, text: Text) -> Result:
     losses, seconds = map(list, zip(*steps, strict=True))
     if registry.get(settings.algorithm)().in_background:
         trainer.model.bagua_algorithm.abort(trainer.model)
+    trainer.model.bagua_finish()
     means = torch.tensor([statistics.fmean(losses[-LAST_STEPS:]), trainer.held_out_loss(text.held_out)])
     bagua.allreduce(means, op=comm.ReduceOp.AVG)
     trainer.model.bagua_close()

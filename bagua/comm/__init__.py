@@ -79,6 +79,7 @@ from torch.distributed import (
 from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from bagua.comm.lifetime.background import BackgroundThread as BackgroundThread
 from bagua.comm.lifetime.closer import close_with as close_with
+from bagua.comm.lifetime.closing import uncaught_error as uncaught_error
 from bagua.comm.lifetime.forks import family as family, forked_error as forked_error
 from bagua.comm.lifetime.wake import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait

@@ -31,7 +31,7 @@ class GlobalAverage:
 
     def __init__(self, reducer: Reducer, exchanges: Sequence[Exchange]) -> None:
         self._reducer = reducer
-        self._step = reducer.step
+        self._step = reducer.phases.ending.merged_at = reducer.step
         reducer.formation.failure.check()
         self._suspended = reducer.execution.suspend()
         self._layout = reducer.buckets

@@ -96,6 +96,7 @@ class Formation:
 
     def _own(self, group: ProcessGroup) -> None:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
+        group.when_closing(partial(self.phases.ending.tell, group.global_communicator))
         group.when_closing(partial(self.belongings.end, weakref.WeakMethod(self.execution.settle)))
         self.close_soon = close_with(self, self.belongings)
 

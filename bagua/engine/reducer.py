@@ -382,6 +382,7 @@ class Reducer:
         self.formation.failure.check()
         self.flush()
         formation, executed = self.formation, self.execution.courses
+        self.phases.ending.merged_at = self.step
         closing = self.phases.made(formation.declaration.closing())
         if not closing:
             return
@@ -422,6 +423,7 @@ class Reducer:
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors; copies, if ``copy``.
         """
         self.after_optimizers()
+        self.phases.ending.tell(self.group.global_communicator, saving=True)
         return checkpoints.save(self.formation, copy=copy)
 
     def state_digest(self) -> str:

@@ -37,6 +37,7 @@ def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHo
     if before is not None and not before.closed:
         before.remove_hooks()
         before.reducer.flush()
+        before.reducer.phases.ending.merged_at = before.reducer.step  # Weights become their means.
         before.close()
     if before is not None:
         engine.accumulates = before.accumulates

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 
 from bagua.algorithms import Algorithm, Every, Exchange, Model
 from bagua.engine.schedule import courses
+from bagua.engine.schedule.ending import Ending
 from bagua.engine.schedule.tracks import Clock
 
 
@@ -22,11 +23,13 @@ class Phases:
         exchanges: exchanges that are made in the phase; none before the first is entered.
         between_steps: True if ranks exchange between steps in it.
         follows_gradients: True if something happens in it as gradients arrive.
+        ending: what is said when training ends.
     """
 
     def __init__(self, size: int) -> None:
         self.step = self.began = 0
         self.restored_at = -1
+        self.ending = Ending()
         self.exchanges: tuple[Exchange, ...] = ()
         self.between_steps, self.follows_gradients = False, True
         self._size = size
@@ -60,12 +63,14 @@ class Phases:
         self.between_steps = courses.is_between_steps(self.exchanges)
         self.follows_gradients = courses.follows_gradients(self.exchanges)
         self._paced = next((one.when for one in self.exchanges if one.when.pace is not None), Every())
+        self.ending.enter(self._algorithm, self.exchanges, self.began)
 
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
-        self.step = self.restored_at = step
+        self.step = self.restored_at = self.ending.step = self.ending.merged_at = step
         self.enter()
         self.began = began
+        self.ending.enter(self._algorithm, self.exchanges, began)
 
     def clock(self, loss_scale: float) -> Clock:
         """The training step that comes next, or is under way."""
@@ -76,5 +81,6 @@ class Phases:
     def advance(self, stride: int = 1) -> None:
         """A step is over, which stands for so many."""
         self.step += stride
+        self.ending.step = self.step
         if self._paced.pace is not None:
             self._paced.pace.step()
