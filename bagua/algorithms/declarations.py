@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from bagua.checks import check_kind, did_you_mean
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
@@ -61,10 +62,10 @@ class Registry(Generic[Declaration]):
     """
 
     def __init__(self) -> None:
-        self._declarations: dict[str, Declaration] = {}
+        self._declarations: dict[str, Declaration | str] = {}
 
-    def register(self, name: str, declaration: Declaration) -> None:
-        """Make ``declaration`` known under ``name``.
+    def register(self, name: str, declaration: Declaration | str) -> None:
+        """Make ``declaration``, or what ``module:name`` says, known under ``name``.
 
         Raises:
             ConfigurationError: the name is taken by another declaration.
@@ -96,7 +97,15 @@ class Registry(Generic[Declaration]):
                 advice=_advice(text, [*self._declarations, *_SHORT_NAMES, *_WRAPPERS])
                 + f"There are {', '.join(self._declarations)}.",
             )
+        if isinstance(found, str):
+            module, _, kind = found.partition(":")
+            return cast("Declaration", getattr(importlib.import_module(module), kind))
         return found
+
+    def name_of(self, kind: type) -> str:
+        """The name under which a class is registered; empty if it is not."""
+        known = (kind, f"{kind.__module__}:{kind.__name__}")
+        return next((name for name, one in self._declarations.items() if one in known), "")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._declarations)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer
-from bagua.comm import Group
-from bagua.compression import Codec
-from bagua.optim import QAdamOptimizer
-from bagua.topology import Topology
+    from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer
+    from bagua.comm import Group
+    from bagua.compression import Codec
+    from bagua.optim import QAdamOptimizer
+    from bagua.topology import Topology
 
 
 class EngineKeywords(TypedDict, total=False):

@@ -1,5 +1,7 @@
 """The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
 
+from typing import TYPE_CHECKING
+
 from bagua.engine import (
     DEFAULT_BUCKET_BYTES,
     BackwardHooks,
@@ -12,20 +14,17 @@ from bagua.engine import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from bagua.late import late
 from bagua.parallel.data_parallel import DistributedDataParallel
-from bagua.parallel.decentralized import (
-    DecentralizedDataParallel as DecentralizedDataParallel,
-)
-from bagua.parallel.decentralized import (
-    LRSchedulerFunction as LRSchedulerFunction,
-)
-from bagua.parallel.decentralized import (
-    OptimizerFunction as OptimizerFunction,
-)
 from bagua.parallel.islands import come_in as come_in
 from bagua.parallel.module import BaguaModule, install_with_bagua, unwrap, with_bagua
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
+
+if TYPE_CHECKING:
+    from bagua.parallel.decentralized import DecentralizedDataParallel as DecentralizedDataParallel
+    from bagua.parallel.decentralized import LRSchedulerFunction as LRSchedulerFunction
+    from bagua.parallel.decentralized import OptimizerFunction as OptimizerFunction
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -48,3 +47,6 @@ __all__ = [
     "unwrap",
     "with_bagua",
 ]
+
+_DECENTRALIZED = ("DecentralizedDataParallel", "LRSchedulerFunction", "OptimizerFunction")
+__getattr__, __dir__ = late(__name__, dict.fromkeys(_DECENTRALIZED, f"{__name__}.decentralized"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bagua.checks import check_kind
 from bagua.topology.base import Nodes, Topology
 from bagua.topology.matchings import OnePeerExponential
+from bagua.topology.nodes import ranks_by_node
 from bagua.topology.rounds import Edge, Round
 
 
@@ -139,22 +140,6 @@ class AlternatingExponentialRing(Topology):
             else:
                 edges += [_union(hosts, (host,)) for host in pair]
         return Round.from_edges(size, edges)
-
-
-def ranks_by_node(nodes: Nodes) -> list[list[int]]:
-    """Ranks on each host in ascending order; hosts in the order of their lowest rank.
-
-    Args:
-        nodes: index of the host of each rank.
-
-    Example:
-        >>> ranks_by_node((0, 1, 0))
-        [[0, 2], [1]]
-    """
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
-    return list(members.values())
 
 
 def _edges_that_are_means(round_: Round) -> tuple[Edge, ...]:

@@ -7,13 +7,13 @@ to ``torch.distributed``, and has no other side effect.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
 from bagua import distributed as _names_of_torch
-from bagua.advise import advise
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
+from bagua.late import late
 from bagua.membership import ElasticSampler, Islands, Members, join_islands
 from bagua.observe import metrics
 from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, unwrap, with_bagua
@@ -54,6 +54,9 @@ from bagua.torch_api.communication import (
     stats,
 )
 from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
+
+if TYPE_CHECKING:
+    from bagua.advise import advise
 
 __all__ = [
     "NON_MEMBER",
@@ -108,7 +111,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return _late(name)
     if name in _OUTPUT_FIRST:
         advice = f"bagua.comm.{name} has it, and takes the tensor that receives first"
     else:
@@ -117,6 +122,10 @@ def __getattr__(name: str) -> NoReturn:
             advice = f"bagua.distributed.{name} has it"
     raise AttributeError(f"module 'bagua.torch_api' has no attribute {name!r}" + (f". {advice}" if advice else ""))
 
+
+#: What few programs ask for, and takes long to import.
+_LATE = {"advise": "bagua.advise"}
+_late, __dir__ = late(__name__, _LATE)
 
 #: What others call the same.
 _ELSEWHERE = {

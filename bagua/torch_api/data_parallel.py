@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from bagua.parallel import DecentralizedDataParallel, DistributedDataParallel, LRSchedulerFunction, OptimizerFunction
+from typing import TYPE_CHECKING
+
+from bagua.late import late
+from bagua.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from bagua.parallel import DecentralizedDataParallel
+    from bagua.parallel import LRSchedulerFunction as LR_SCHEDULER_FN_TYPE  # noqa: N814 - documented
+    from bagua.parallel import OptimizerFunction as OPTIM_FN_TYPE  # noqa: N814 - documented
 
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "DistributedDataParallel"]
 
-#: Names of types in the documentation.
-OPTIM_FN_TYPE = OptimizerFunction
-LR_SCHEDULER_FN_TYPE = LRSchedulerFunction
+_WRAPPER = "bagua.parallel"
+_LATE = {
+    "DecentralizedDataParallel": _WRAPPER,
+    "LR_SCHEDULER_FN_TYPE": f"{_WRAPPER}:LRSchedulerFunction",
+    "OPTIM_FN_TYPE": f"{_WRAPPER}:OptimizerFunction",
+}
+__getattr__, __dir__ = late(__name__, _LATE)

@@ -21,6 +21,7 @@ LAYERS = {
     "bagua.errors": 0,
     "bagua.env": 0,
     "bagua.checks": 0,
+    "bagua.late": 0,
     "bagua.link": 0,
     "bagua.torch_private": 0,
     "bagua.topology": 1,

@@ -90,6 +90,39 @@ def test_importing_bagua_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", script], timeout=60, cwd=REPOSITORY, check=True)
 
 
+#: What a program that names no algorithm does without; most of these take longer than a thousandth of `import torch`.
+LATE = ("bagua.advise", "bagua.compression", "bagua.optim", "bagua.parallel.decentralized", "bagua.topology.graphs")
+EAGER_ALGORITHMS = {"bagua.algorithms.gradients.gradient_allreduce", "bagua.algorithms.gradients.reduced"}
+
+LOOK_AROUND = """
+import importlib, json, sys
+import bagua.torch_api
+there = sorted(sys.modules)
+doors = ["torch_api", "torch_api.algorithms", "torch_api.algorithms.diloco", "torch_api.data_parallel", "algorithms"]
+doors += ["parallel", "primitives", "topology"]
+unlike = []
+for door in ("bagua." + one for one in doors):
+    module = importlib.import_module(door)
+    listed = dir(module)
+    unlike += [f"{door}.{name}" for name in module.__all__ if name not in listed]
+    unlike += [f"{door}.{name}" for name in module.__all__ if getattr(module, name) is not getattr(module, name)]
+    try:
+        module.no_such_name
+    except AttributeError as error:
+        unlike += [] if f"module {door!r} has no attribute 'no_such_name'" in str(error) else [door]
+print(json.dumps([there, unlike]))
+"""
+
+
+def test_what_few_programs_need_is_imported_when_it_is_asked_for() -> None:
+    command = [sys.executable, "-c", LOOK_AROUND]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=True)
+    there, unlike = json.loads(done.stdout)
+    assert [name for name in LATE if name in there] == []
+    assert {name for name in there if name.startswith("bagua.algorithms.gradients.")} == EAGER_ALGORITHMS
+    assert unlike == []
+
+
 def test_the_probe_sees_what_it_looks_for() -> None:
     effects = {
         "environment": "import os; os.environ['A_NEW_NAME'] = '1'",

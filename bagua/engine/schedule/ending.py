@@ -35,7 +35,7 @@ class Ending:
         self._together = next((one.when.steps for one in makes_equal), 0)
         while isinstance(algorithm, WithInner):
             algorithm = algorithm.inner
-        self._name = next((name for name in registry if type(algorithm) is registry.get(name)), repr(algorithm))
+        self._name = registry.name_of(type(algorithm)) or repr(algorithm)
         option = next((one for one in ("sync_every", "communication_interval") if hasattr(algorithm, one)), "")
         self._shown = f"{self._period} steps ({option})" if option else f"{self._period} steps"
         self._cure = f"Set {option}, or call model.bagua_finish()" if option else "Call model.bagua_finish()"

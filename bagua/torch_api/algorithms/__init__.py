@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from bagua.algorithms import (
     Algorithm,
     AlgorithmImpl,
@@ -9,8 +13,11 @@ from bagua.algorithms import (
 from bagua.algorithms import (
     registry as GlobalAlgorithmRegistry,  # noqa: N812 (documented name)
 )
-from bagua.torch_api.algorithms import async_model_average, base, bytegrad, decentralized, gradient_allreduce, q_adam
+from bagua.torch_api.algorithms import base, gradient_allreduce
 from bagua.torch_api.algorithms._newer import MODULES
+
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, q_adam
 
 diloco = MODULES["diloco"]
 dion = MODULES["dion"]
@@ -48,3 +55,13 @@ __all__ = [
     "sparse_loco",
     "top_k",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("async_model_average", "bytegrad", "decentralized", "q_adam"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

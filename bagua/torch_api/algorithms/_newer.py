@@ -8,6 +8,7 @@ from importlib.util import module_from_spec
 from types import ModuleType
 
 from bagua import algorithms
+from bagua.late import late
 
 
 def _module(name: str, summary: str, *names: str) -> ModuleType:
@@ -15,7 +16,8 @@ def _module(name: str, summary: str, *names: str) -> ModuleType:
     path = f"{__package__}.{name}"
     module = module_from_spec(ModuleSpec(path, loader=None))
     module.__doc__ = f"``{path}``: {summary}."
-    vars(module).update({one: getattr(algorithms, one) for one in names}, __all__=[*names])
+    find, every = late(path, dict.fromkeys(names, algorithms.__name__))
+    vars(module).update(__getattr__=find, __dir__=every, __all__=[*names])
     return sys.modules.setdefault(path, module)
 
 
