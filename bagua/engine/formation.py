@@ -26,10 +26,10 @@ from bagua.engine.schedule.execution import Execution
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock
 from bagua.engine.state.agreement import compare_or_refuse
-from bagua.engine.state.digests import digest_of_gradients
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
 from bagua.errors import BaguaError, CommunicationError
+from bagua.primitives import digest_of_gradients
 
 _log = logging.getLogger("bagua")
 
@@ -282,10 +282,15 @@ class Formation:
         """Training goes on, or is saved: begin again from weights that were loaded, unless they were put back.
 
         What belongs to them may have been restored in the same step: that stays.
+
+        Raises:
+            ConfigurationError: others count on the weights that were there before.
         """
-        step = self.phases.step
+        step, executed = self.phases.step, self.execution.courses
+        if self.equality.loads.differ(self.registration.trained_now):
+            executed.check_loads()
         if self.equality.note_load(step, self.group, self.registration) and self.phases.restored_at != step:
-            self.execution.courses.weights_were_replaced()
+            executed.weights_were_replaced()
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from bagua.membership.counterparts import Attempt, Counterparts
 from bagua.membership.island import Island
 
@@ -30,8 +34,8 @@ class Follower:
         """Come in with the island; ``early`` is for islands of one rank."""
         self._island.follow()
 
-    def exchange(self, attempt: Attempt) -> None:
-        """Take part in an exchange of the island."""
+    def exchange(self, attempt: Attempt, alike: Sequence[torch.Tensor] = ()) -> None:  # noqa: ARG002 - as above
+        """Take part in an exchange of the island, of which the first rank compares ``alike``."""
         self._counterparts.attempt = attempt
         self._end_with(self._island.follow())
         self._counterparts.withdraw()

@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from typing_extensions import Self
 
 from bagua import __version__
@@ -347,13 +348,29 @@ class Islands:
         with self._leaving(), self.pace.waiting():
             return Announced(*self._island.total(self.pace.announce(part, period)))
 
-    def exchange(self, attempt: Attempt) -> None:
+    def exchange(self, attempt: Attempt, alike: Sequence[torch.Tensor] = ()) -> None:
         """Have an exchange happen for all members or for none; see ``Participant.exchange``."""
         self._check_open()
         with self._leaving(), self.pace.waiting():
-            self._participant.exchange(attempt)
+            self._participant.exchange(attempt, alike)
             if self._counterparts.samples is not None:
                 self._counterparts.samples.settle()
+
+    def check_loads(self) -> None:
+        """Refuse weights that are loaded here alone, once the islands have exchanged.
+
+        Raises:
+            ConfigurationError: they have.
+        """
+        if self._participant.contributed:
+            raise ConfigurationError(
+                f"seat {self.seat} loads weights or state, and the other islands go on from what all have exchanged",
+                argument="state_dict",
+                expected="no load after the first exchange between islands",
+                seen="a load after it",
+                advice="Load before the first exchange, on all islands alike. To go back, end the run, and start "
+                "another one with join_islands(resume=...).",
+            )
 
     def rest(self) -> None:
         """This process is between two steps: newcomers may come in."""

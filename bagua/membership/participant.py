@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from bagua.comm import Cells, ReduceOp
+from bagua.comm import Cells
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,
@@ -18,6 +18,7 @@ from bagua.errors import (
     StoreLostError,
     TooFewMembersError,
 )
+from bagua.membership.alike import Alike
 from bagua.membership.counterparts import LOSSES, Attempt, Counterparts, epoch_name
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from bagua.membership.island import FailedAct, Island
@@ -74,6 +75,7 @@ class Participant:
         self._early = False
         self._rounds = 0
         self._seen: object = None
+        self._alike = Alike()
         self.standing: Standing | None = None
         self.contributed: tuple[int, ...] = ()
         self.waiting_for = ""
@@ -175,13 +177,15 @@ class Participant:
 
     # Exchanges.
 
-    def exchange(self, attempt: Attempt) -> None:
+    def exchange(self, attempt: Attempt, alike: Sequence[torch.Tensor] = ()) -> None:
         """Have one exchange happen, for all members or for none.
 
         Args:
             attempt: run once, and again in each epoch in which the exchange is repeated.
+            alike: tensors that are equal on all islands before it; not changed by ``attempt``. None to compare nothing.
 
         Raises:
+            CollectiveMismatchError: on all islands: ``alike`` differs.
             TooFewMembersError: too few are left.
             LeftOutError: the others went on without this island.
             StoreLostError: members are lost, and so is the store.
@@ -189,6 +193,7 @@ class Participant:
         """
         assert self.standing is not None
         self._counterparts.attempt = attempt
+        self._alike.begin(alike)
         with self._island.leading(self._outcome):
             self.standing = self.standing.enter()
             number = self.standing.entered
@@ -225,12 +230,14 @@ class Participant:
         return True
 
     def _pass_barrier(self) -> bool:
-        """Wait until all members hold the result; whether one of them sees a newcomer."""
-        assert self.standing is not None
-        called = torch.tensor([len(self._strangers())])
+        """Wait until all members hold the result, from what they hold alike; whether one of them sees a newcomer."""
         with self._counterparts.call() as group:
-            group.global_communicator.allreduce(called, ReduceOp.MAX)
-        return bool(called)
+            told = torch.tensor([len(self._strangers()), *self._alike.told])
+            heard = told.new_empty(group.size * told.numel())
+            group.global_communicator.allgather(heard, told)
+            rows = heard.view(group.size, -1).tolist()
+            self._alike.compare([(digest, kind) for _, digest, kind in rows], group)
+        return any(called for called, *_ in rows)
 
     def _strangers(self, *, admit: bool = True) -> list[int]:
         """Seats of those who wait, and are no members: all, or those who want to be let in without the state."""

@@ -184,10 +184,17 @@ class ReducerMemory:
 
     def is_elementwise(self, name: str) -> bool:
         """Whether ``state[name]`` has one number for each element."""
-        declared = self.declared.get(name) or self.declared[name.partition(".")[0]]
+        declared = self._declaration(name)
         if declared.per == "family":
             return self.state[name].shape == (self.numel,)
         return declared.per == "element"
+
+    def shared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of what is equal on all ranks of the exchange, in an order that all have."""
+        return ((name, self.state[name]) for name in sorted(self.state) if self._declaration(name).scope == "shared")
+
+    def _declaration(self, name: str) -> State:
+        return self.declared.get(name) or self.declared[name.partition(".")[0]]
 
     def forget_proposals(self) -> None:
         """Drop what was proposed."""

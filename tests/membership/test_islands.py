@@ -46,6 +46,8 @@ from tests.membership.training import (
 )
 
 pytestmark = pytest.mark.threads
+#: What an exchange sends: contributions, what is said before, and its barrier.
+_SENT = ("allreduce", "allgather")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -94,7 +96,7 @@ def _steps_of_an_exchange() -> list[tuple[str, int]]:
 
 def _noting(seat, passed):
     def fault(step):
-        if seat == 0 and step.call.kind == "allreduce":
+        if seat == 0 and step.call.kind in _SENT:
             passed.append((step.name, step.number))
 
     return fault
@@ -111,7 +113,7 @@ def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing
             with joined(store, 3) as islands:
 
                 def fault(step):
-                    if islands.seat == 1 and (step.name, step.number) == place and step.call.kind == "allreduce":
+                    if islands.seat == 1 and (step.name, step.number) == place and step.call.kind in _SENT:
                         vanish(islands)
 
                 with inject_fault(fault):
@@ -450,7 +452,7 @@ def test_a_result_that_all_hold_counts_although_the_barrier_failed():
         with joined(store, 3) as islands:
 
             def fault(step):
-                first_barrier = step.call.kind == "allreduce" and step.call.dtype is torch.int64
+                first_barrier = step.call.kind == "allgather" and step.call.dtype is torch.int64
                 if islands.seat == 1 and first_barrier and step.name == "publish":
                     vanish(islands)
 

@@ -277,7 +277,7 @@ def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, pla
                 if islands.seat == victim and member.model.bagua_step == 2 * H:
                     if place == "a step":
                         vanish(islands)
-                    islands._participant.exchange = lambda attempt: vanish(islands)
+                    islands._participant.exchange = lambda *_: vanish(islands)
 
             return member.train(5 * H, die), islands.pace.numbers, islands.members().contributed
 

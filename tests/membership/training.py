@@ -132,7 +132,7 @@ def batch(seat: int) -> torch.Tensor:
 
 
 def wrapped(islands: Islands, algorithm: str | Algorithm, **options: Any) -> torch.nn.Module:
-    chosen = Algorithm.init(algorithm, **ALGORITHMS[algorithm]) if isinstance(algorithm, str) else algorithm
+    chosen = Algorithm.init(algorithm, **ALGORITHMS.get(algorithm, {})) if isinstance(algorithm, str) else algorithm
     model = new_model(islands.seat)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     return with_bagua(model, optimizer, chosen, between=islands, **options)

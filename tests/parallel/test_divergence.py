@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.engine.state.digests import quick_digest
-from bagua.engine.state.equality import differ_by_rounding
 from bagua.engine.state.optimizers import plain
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
+from bagua.primitives import differ_by_rounding, quick_digest
 from tests.harness import mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads

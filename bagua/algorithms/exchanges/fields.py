@@ -118,6 +118,14 @@ class How(ABC):
         """
         return
 
+    def check_loads(self) -> None:
+        """Weights or state are replaced from outside, between two steps. Not collective.
+
+        Raises:
+            ConfigurationError: others count on what was there before, and cannot be asked.
+        """
+        return
+
     def prepare(self, group: ProcessGroup) -> Any:
         """What ``run`` needs on ``group``, the private one: ``flight.prepared``. May be collective."""
         return None

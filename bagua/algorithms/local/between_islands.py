@@ -25,6 +25,10 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.membership import Announced, Islands, contributions
 from bagua.primitives import State
 
+#: Steps from one look at the weights to the next, where islands hold equal ones; and the first steps of those, of which
+#: the second shows what optimizers have done differently.
+_COMPARE_EVERY, _AT_THE_BEGINNING = 100, 2
+
 
 @dataclass(frozen=True)
 class BetweenIslands(How):
@@ -77,6 +81,10 @@ class BetweenIslands(How):
         """As between ranks."""
         return self.inner.state()
 
+    def check_loads(self) -> None:
+        """Refuse what would give this island an anchor, or weights, of its own."""
+        self.islands.check_loads()
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """As between ranks."""
         self.inner.check_dtype(dtype)
@@ -111,13 +119,20 @@ class BetweenIslands(How):
             if work is not None:
                 work.wait()
 
-        self.islands.exchange(attempt)
+        self.islands.exchange(attempt, self._alike(flight))
         if self.period and part is not None:
             self.islands.pace.agree(told, part, self.period)
         flight.flat = self._put_together(flight.flat, whole, group)
         if self.of_ranks and flight.flat is not whole:  # What follows works on gradients where they lie.
             flight.flat = whole.copy_(flight.flat)
         group.gauges.update(self.islands.metrics())
+
+    def _alike(self, flight: Flight) -> list[torch.Tensor]:
+        """What all islands must hold before this exchange; weights in each step would cost more than they tell."""
+        alike = [tensor for _, tensor in flight.memory.shared()]
+        if self.of_ranks and not self.purpose and flight.step % _COMPARE_EVERY < _AT_THE_BEGINNING:
+            alike += flight.bucket.parameters
+        return alike
 
     def _share(self, whole: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """What this rank exchanges with its counterparts."""

@@ -149,6 +149,12 @@ class Courses:
     def _note_fresh(self, track: Track, states: Iterable[State]) -> None:
         self.fresh.update({(track, one.name): list(track.names) for one in states if one.start == "weights"})
 
+    def check_loads(self) -> None:
+        """Refuse weights from outside where that is too late; see ``How.check_loads``."""
+        for course in self.courses:
+            if course.exchange.how is not None:
+                course.exchange.how.check_loads()
+
     def weights_were_replaced(self) -> None:
         """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
         for track in self.places:

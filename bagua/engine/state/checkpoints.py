@@ -79,6 +79,7 @@ def load(formation: Formation, state_dict: dict[str, Any]) -> None:
         formation: formation whose exchanges go on.
         state_dict: as ``save`` returned it.
     """
+    formation.execution.courses.check_loads()
     saved, members = check(formation, state_dict)
     own = _own_part(formation, saved)
     formation.execution.suspend()  # Results of what was there before must not be folded into weights that are loaded.

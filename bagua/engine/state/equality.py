@@ -14,20 +14,17 @@ from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, as_bytes
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
-from bagua.engine.state.digests import digest_of_gradients, quick_digest
 from bagua.engine.state.loads import Loads
 from bagua.engine.state.optimizers import plain
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
+from bagua.primitives import differ_by_rounding, digest_of_gradients, quick_digest
 
 _log = logging.getLogger("bagua")
 
 #: Steps from one look to the next where ranks hold equal weights after each step.
 DEFAULT_CHECK_EVERY = 100
 _SETTINGS = "settings of optimizers"
-#: The largest difference that is rounding, over the largest element of a tensor: so many units in the last place of its
-#: dtype, and never more than this share. Ranks on other processors step from equal gradients with other last bits.
-_ROUNDING_UNITS, _ROUNDING_SHARE = 256, 0.03
 
 
 @dataclass(frozen=True)
@@ -331,30 +328,6 @@ def warn_of_other_settings(model: Model, communicator: Communicator) -> None:
             difference.expected,
             difference.seen,
         )
-
-
-def differ_by_rounding(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bool:
-    """Whether what ranks hold is the same but for rounding. Collective.
-
-    Args:
-        tensors: tensors of this rank, equal in shapes and dtypes on all ranks.
-        communicator: communicator of the ranks.
-    """
-    rounds = True
-    for own in tensors:
-        of_first = own.detach().clone()
-        communicator.broadcast(of_first)
-        rounds = rounds and _is_rounded(own.detach(), of_first)
-    return all(communicator.allgather_object(rounds))
-
-
-def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    share = min(_ROUNDING_UNITS * torch.finfo(one.dtype).eps, _ROUNDING_SHARE)
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    largest = float(other.to(wide).abs().nan_to_num(0.0, 0.0).max()) if other.numel() else 0.0
-    return torch.allclose(one.to(wide), other.to(wide), rtol=0.0, atol=share * largest, equal_nan=True)
 
 
 def warn_of_equal_gradients(digests: Sequence[str], rank: int) -> None:

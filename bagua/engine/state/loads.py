@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from bagua.comm import ProcessGroup
-from bagua.engine.state.digests import quick_digest
+from bagua.primitives import quick_digest
 
 _log = logging.getLogger("bagua")
 
@@ -39,6 +39,12 @@ class Loads:
         """It has ended."""
         self._calls += 1
 
+    def differ(self, weights: Callable[[], Iterable[torch.Tensor]]) -> bool:
+        """Whether ``weights()`` were loaded since training went on last, and not put back."""
+        return bool(self._before) and (
+            self._calls == 1 or (self._calls > 1 and quick_digest(weights()) != self._before)
+        )
+
     def settle(self, step: int, weights: Callable[[], Iterable[torch.Tensor]]) -> bool:
         """Training goes on with ``step``: whether weights were loaded before it, and not put back.
 
@@ -46,9 +52,7 @@ class Loads:
             step: number of the step that comes next.
             weights: gives those of the model as they are now.
         """
-        if not self._before:
-            return False
-        loaded = self._calls == 1 or (self._calls > 1 and quick_digest(weights()) != self._before)
+        loaded = self.differ(weights)
         self._calls, self._before = 0, b""
         if not loaded:
             return False

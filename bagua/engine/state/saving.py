@@ -235,11 +235,8 @@ def propose_again(place: Holder, saved: Mapping[str, Any]) -> None:
 def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor]]:
     """What is remembered alike on all ranks, by what it is and its first parameter."""
     for place in places:
-        memory = place.memory
-        for name in sorted(memory.state):
-            declared = memory.declared.get(name) or memory.declared[name.partition(".")[0]]
-            if declared.scope == "shared":
-                yield f"{key_of(place, name)} of {place.names[0]}", memory.state[name]
+        for name, value in place.memory.shared():
+            yield f"{key_of(place, name)} of {place.names[0]}", value
 
 
 def compare_states(
