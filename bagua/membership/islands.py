@@ -149,7 +149,7 @@ class Islands:
         receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
         self._counterparts = Counterparts(self._presence, self._cells, connection, self._changed, *self.place, receiver)
         self._island.acts = self._counterparts.acts
-        self._participant: Participant | Follower = Follower(self._island, self._counterparts)
+        self._participant: Participant | Follower = Follower(self._island, self._counterparts, self._cells)
         if self._island.leads:
             self._participant = Participant(
                 self._presence, self._cells, self._island, self._counterparts,

@@ -175,6 +175,25 @@ def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
     assert torch.equal(first[1][4 * PERIOD][0], second[1][4 * PERIOD][0])
 
 
+def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path):
+    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
+
+    def before(islands, step):
+        if islands.seat == 0 and islands.place[0] == 0 and step == PERIOD + 1:
+            islands._participant._change = lambda: vanish(islands)
+        loss.before(islands, step)
+
+    def island(number):
+        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
+            model = test_islands_of_ranks.wrapped(islands)
+            test_islands_of_ranks.train(islands, model, 2 * PERIOD, lambda step: before(islands, step))
+
+    (end,) = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    assert isinstance(end, StoreLostError)
+    assert "the store does not answer" in str(end)
+    assert [one.name for one in tmp_path.iterdir()] == ["0-1.pt"]
+
+
 def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path):
     (tmp_path / "file").touch()
     loss = Loss()
