@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bagua.comm
+import bagua.torch_api
 from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
-from bagua.comm import solo_group
+from bagua.comm import RankKilled, solo_group
 from bagua.engine.schedule.tracks import Track, memory_for
 from bagua.engine.state.saving import collect, restore
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
+from bagua.testing import ThreadRanks
+from tests.architecture.source_tree import REPOSITORY
 from tests.harness import mlp, sgd, train_steps
 
 #: Remembers residuals from the first step on.
@@ -180,6 +186,80 @@ def _load(algorithm: Algorithm | str, saved: list[dict]) -> int:
     wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
     wrapped.bagua_load_state_dict(saved[bagua.comm.get_rank()])
     return wrapped.bagua_state_dict()["step"]
+
+
+def _loop_of_the_page() -> dict[str, Any]:
+    """The functions that docs/save_and_resume.md shows for a script that is started again."""
+    found: dict[str, Any] = {"bagua": bagua.torch_api, "torch": torch}
+    page = (REPOSITORY / "docs" / "save_and_resume.md").read_text(encoding="utf-8")
+    for example in doctest.DocTestParser().get_examples(page):
+        if example.source.startswith("def "):
+            exec(example.source, found)
+    return found
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("dies_after", [2, 7, 9, 11])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ("diloco", {"sync_every": 6}),
+        ("diloco", {"sync_every": 6, "overlap": 2}),
+        ("local_sgd", {"sync_every": 5}),
+        ("gradient_allreduce", {}),
+        ("sign_sgd", {"warmup_steps": 0}),
+        ("decentralized", {}),
+    ],
+    ids=["diloco", "overlapping", "local_sgd", "gradient_allreduce", "sign_sgd", "decentralized"],
+)
+def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algorithm, dies_after, tmp_path):
+    """Between exchanges ranks do not wait for a dead one: they train on, and save steps that it does not have."""
+    page, steps, size = _loop_of_the_page(), 14, 3
+
+    def attempt(folder: Path, dies: bool) -> tuple[list[torch.Tensor], Any]:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], Algorithm.init(algorithm[0], **algorithm[1]))
+        batches = torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(rank))
+        if dies and rank == 1:
+            page["train"](folder, wrapped, optimizer, batches[:dies_after], 3)
+            raise RankKilled
+        page["train"](folder, wrapped, optimizer, batches, 3)
+        wrapped.bagua_finish()
+        return [one.detach().clone() for one in model.parameters()], sorted(page["own_files"](folder))
+
+    def load_newest(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+        begun.append(load(folder, model, optimizer))
+        return begun[-1]
+
+    load, page["load_newest"], begun = page["load_newest"], load_newest, list[int]()
+    pool, again = ThreadRanks(size), tmp_path / "again"
+    again.mkdir()
+    (tmp_path / "once").mkdir()
+    expected = pool.run(attempt, tmp_path / "once", False)
+    assert any(outcome.error is not None for outcome in pool.outcomes(attempt, again, True))
+    begun.clear()
+    for (weights, kept), (wanted, _) in zip(pool.run(attempt, again, False), expected, strict=True):
+        assert kept == [12]
+        assert all(torch.equal(one, other) for one, other in zip(weights, wanted, strict=True))
+    assert begun == [dies_after // 3 * 3] * size
+
+
+@pytest.mark.threads
+def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load(thread_ranks):
+    def load() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], Algorithm.init("diloco", sync_every=100))
+        saved = []
+        for step in range(2):
+            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+            saved.append(wrapped.bagua_state_dict())
+        with pytest.raises(CollectiveMismatchError, match="newest step that all ranks have") as caught:
+            wrapped.bagua_load_state_dict(saved[rank])
+        assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
+
+    thread_ranks(2, load)
 
 
 @pytest.mark.threads

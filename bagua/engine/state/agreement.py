@@ -12,6 +12,10 @@ from bagua.errors import BaguaError, CollectiveMismatchError
 _SUBJECTS = {
     "algorithm ": ("algorithms", "Name the same algorithm with the same options on every rank."),
     "optimizer ": ("optimizers", "Build the same optimizers over the same parameters on every rank."),
+    "saved after step ": (
+        "steps in their checkpoints",
+        "Load the newest step that all ranks have. Keep the step before until all ranks have written theirs.",
+    ),
     "loaded state": ("states of this hook", "Call load_state_dict on every rank before the same step, or on none."),
 }
 

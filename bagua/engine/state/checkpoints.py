@@ -65,7 +65,7 @@ def check(formation: Formation, state_dict: dict[str, Any]) -> tuple[dict[str, A
     try:
         saved = from_checkpoint(state_dict, formation.declaration, formation.model.parameters)
         members = positions_of(formation.registration, saved["buckets"]) if saved["buckets"] else []
-        facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
+        facts = [f"saved after step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
     except ConfigurationError as error:
         refusal = error
     compare_or_refuse(facts, formation.communicator, "checkpoints", refusal)
