@@ -58,16 +58,18 @@ def four_bits(rows: torch.Tensor, block: int = 64) -> torch.Tensor:
 class LoCo:
     """h = g + e in four bits, slice by slice; e is a running average of what they lose, in eight bits."""
 
-    def __init__(self, layout: Layout, averaging: float, reset: int, *, bytes_only: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, averaging: float, reset: int, *, bytes_only: bool = True, early: int = 0
+    ) -> None:
         self.exchanges = [CodedSlices(four_bits, places) for _, places in layout]
-        self.averaging, self.reset, self.bytes_only = averaging, reset, bytes_only
+        self.averaging, self.reset, self.bytes_only, self.early = averaging, reset, bytes_only, early
         self.e: dict[int, torch.Tensor] = {}
         self.calls = 0
 
     def __call__(self, index: int, flats: Flats) -> torch.Tensor:
         step, self.calls = self.calls // len(self.exchanges), self.calls + 1
         g = torch.stack(flats) / SIZE
-        before = self.e[index] if step % self.reset else torch.zeros_like(g)
+        before = self.e[index] if step and (step + self.early) % self.reset else torch.zeros_like(g)
         result, lost = self.exchanges[index](g + before)
         after = (1 - self.averaging) * before + self.averaging * lost
         self.e[index] = torch.stack([in_bytes(one) for one in after]) if self.bytes_only else after
@@ -89,6 +91,8 @@ def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
         "no average": LoCo(layout, 1.0, 20),
         "never reset": LoCo(layout, 0.4, 1000),
         "no feedback": LoCo(layout, 0.4, 1),
+        "reset a step early": LoCo(layout, 0.4, 20, early=1),
+        "reset a step late": LoCo(layout, 0.4, 20, early=-1),
         "remembers more": LoCo(layout, 0.4, 20, bytes_only=False),
         "exact": mean,
         "nothing": nothing,

@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -250,6 +250,101 @@ def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(threa
     (one, digest), (other, same) = thread_ranks(2, skip)
     assert_same_on_all_ranks([one, other])
     assert digest == same
+
+
+class Halves(nn.Module):
+    """Two models that know nothing of each other, or one of them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        for name in names:
+            with seeded(len(name)):
+                setattr(self, name, nn.Linear(4, 3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return sum(((half(rows) - 1).square().sum() for half in self.children()), start=torch.zeros(()))
+
+
+#: Learning rates of parameter groups, by the half that each has, and what becomes of them in a step.
+RATES = {"left": (0.02, 0.9), "right": (0.003, 1.1)}
+
+
+def train_halves(algorithm: Algorithm, names: Sequence[str], *, whole: bool) -> State:
+    """The weights of the halves ``names``, trained with a group each; their rates change in each step, not alike."""
+    model, rank = Halves(names), bagua.comm.get_rank()
+    groups = [{"params": list(getattr(model, name).parameters()), "lr": RATES[name][0]} for name in names]
+    optimizers = [torch.optim.SGD(groups)] if whole else [torch.optim.SGD([one]) for one in groups]
+    wrapped = with_bagua(model, optimizers, algorithm)
+    for number in range(STEPS):
+        for one in optimizers:
+            one.zero_grad()
+        with seeded(10 * number + rank):
+            rows = torch.randn(5, 4)
+        wrapped(rows).backward()
+        for one in optimizers:
+            one.step()
+        for name, group in zip(names, (group for one in optimizers for group in one.param_groups), strict=True):
+            group["lr"] *= RATES[name][1]
+    return snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("whole", [True, False], ids=["one optimizer", "two optimizers"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm.init("gradient_allreduce"),
+        Algorithm.init("decentralized"),
+        LocalSGDAlgorithm(4),
+        SlowMoAlgorithm(4, beta=0.5),
+        DiLoCoAlgorithm(4),
+        DiLoCoAlgorithm(4, overlap=1, blend=0.5),
+        DiLoCoAlgorithm(4, overlap=2, mix="add"),
+        DiLoCoAlgorithm(4, eager=True),
+    ],
+    ids=repr,
+)
+def test_parameter_groups_of_other_rates_train_as_each_would_alone(thread_ranks, algorithm, whole):
+    together = thread_ranks(2, functools.partial(train_halves, whole=whole), algorithm, ["left", "right"])
+    for name in RATES:
+        alone = thread_ranks(2, functools.partial(train_halves, whole=whole), algorithm, [name])
+        for both, one in zip(together, alone, strict=True):
+            assert_close({key: value for key, value in both.items() if key.startswith(name)}, one)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("loaded_after", range(5, 10))
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm.init("decentralized"),
+        LocalSGDAlgorithm(4),
+        SlowMoAlgorithm(4),
+        SparseLoCoAlgorithm(4, start_after=0, block_numel=8, kept=4),
+        DiLoCoAlgorithm(4),
+        DiLoCoAlgorithm(4, overlap=2),
+        DiLoCoAlgorithm(4, overlap=2, blend=0.5),
+        DiLoCoAlgorithm(4, overlap=3, mix="add"),
+        DiLoCoAlgorithm(4, fragments=2, overlap=1),
+        DiLoCoAlgorithm(4, eager=True),
+    ],
+    ids=repr,
+)
+def test_nothing_of_before_comes_into_weights_that_are_loaded(thread_ranks, algorithm, loaded_after):
+    """Nothing is learned after the load, in two periods: any change is a flight, or a momentum, of before."""
+
+    def load() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        train_steps(wrapped, optimizer, rank, range(loaded_after))
+        others = {name: value + 0.5 for name, value in mlp(7).state_dict().items()}
+        wrapped.load_state_dict(others)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train_steps(wrapped, optimizer, rank, range(loaded_after, loaded_after + 9))
+        assert_close(snapshot(model), others)
+
+    thread_ranks(2, load)
 
 
 class Streaming:

@@ -58,39 +58,49 @@ def at(flat: torch.Tensor, name: str, places: list[tuple[str, int]]) -> torch.Te
 LAMB_WARMUP, DECAY = 20, 0.1
 
 
-def lamb(parameters):
+def lamb(parameters, beta2=BETA2):
     return OneBitLambOptimizer(
-        parameters, lr=LR, warmup_steps=LAMB_WARMUP, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY
+        parameters, lr=LR, warmup_steps=LAMB_WARMUP, betas=(BETA1, beta2), eps=EPS, weight_decay=DECAY
     )
 
 
 class Lamb:
     """The published rule for all tensors of one model; momenta of the compressed stage are given to it."""
 
-    def __init__(self, model: torch.nn.Module, *, freshens: bool = True) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        freshens: bool = True,
+        beta2: float = BETA2,
+        change: tuple[float, float] = (0.9, 1.1),
+        limits: tuple[float, float] = (0.5, 4.0),
+    ) -> None:
         self.x = {name: one.detach() for name, one in model.named_parameters()}
         zeros = {name: torch.zeros_like(one) for name, one in self.x.items()}
         self.m, self.v, self.w = zeros, dict(zeros), dict(zeros)
         self.ratios: dict[str, float] = {}
         self.factors = dict.fromkeys(self.x, 1.0)
-        self.freshens = freshens
+        self.freshens, self.beta2, self.change, self.limits = freshens, beta2, change, limits
 
     def step(self, t: int, momenta: State) -> None:
         for name, x in self.x.items():
             gradient = (momenta[name] - BETA1 * self.m[name]) / (1 - BETA1)
             self.m[name] = momenta[name]
             if t <= LAMB_WARMUP:
-                self.v[name] = BETA2 * self.v[name] + (1 - BETA2) * gradient**2
-            self.w[name] = BETA2 * self.w[name] + (1 - BETA2) * gradient**2
-            denominator = (self.v[name] / (1 - BETA2 ** min(t, LAMB_WARMUP))).sqrt() + EPS
+                self.v[name] = self.beta2 * self.v[name] + (1 - self.beta2) * gradient**2
+            self.w[name] = self.beta2 * self.w[name] + (1 - self.beta2) * gradient**2
+            denominator = (self.v[name] / (1 - self.beta2 ** min(t, LAMB_WARMUP))).sqrt() + EPS
             direction = self.m[name] / (1 - BETA1**t) / denominator + DECAY * x
             if t <= LAMB_WARMUP:
                 ratio = min(max(float(x.norm() / direction.norm()), 0.01), 10.0)
                 self.ratios[name] = 0.9 * self.ratios[name] + 0.1 * ratio if name in self.ratios else ratio
             else:
-                fresh = (self.w[name] / (1 - BETA2**t)).sqrt() + EPS
+                fresh = (self.w[name] / (1 - self.beta2**t)).sqrt() + EPS
                 before = self.factors[name]
-                factor = min(max(float((denominator / fresh).max()), 0.5, 0.9 * before), 4.0, 1.1 * before)
+                factor = float((denominator / fresh).max())
+                for low, high in ((before * self.change[0], before * self.change[1]), self.limits):
+                    factor = min(max(factor, low), high)
                 self.factors[name] = factor if self.freshens else 1.0
                 ratio = self.factors[name] * self.ratios[name]
             x.sub_(LR * ratio * direction)
@@ -132,6 +142,50 @@ def test_one_bit_lamb_is_the_formula(thread_ranks):
     assert_close(state, simulate_lamb(layout))
     for mutant in ({"scaled": False}, {"feedback": False}, {"exact": True}, {"freshens": False}):
         assert differs(state, simulate_lamb(layout, **mutant)), mutant
+
+
+def _ratios_when_gradients_jump(make_step) -> State:
+    """The weights when gradients have become a hundredth after the warm-up, and grow a thousandfold then."""
+    model = model_of()
+    step = make_step(model)
+    for t in range(1, LAMB_WARMUP + 61):
+        gradients = gradients_of(model, 0, t % 3)
+        size = 1.0 if t <= LAMB_WARMUP else 0.01 if t <= LAMB_WARMUP + 30 else 10.0
+        step(t, {name: size * one for name, one in gradients.items()})
+    return snapshot(model)
+
+
+def test_trust_ratios_follow_gradients_that_jump_no_faster_and_no_farther_than_is_said():
+    beta2 = 0.5  # It has seen what is new after a few steps.
+
+    def by_optimizer(model):
+        optimizer = lamb(model.parameters(), beta2)
+
+        def step(_, gradients):
+            for name, one in model.named_parameters():
+                one.grad = gradients[name]
+            optimizer.step()
+
+        return step
+
+    def by_rule(**mutant):
+        def made(model):
+            rule = Lamb(model, beta2=beta2, **mutant)
+
+            def step(t, gradients):
+                momenta = {name: BETA1 * rule.m[name] + (1 - BETA1) * one for name, one in gradients.items()}
+                with torch.no_grad():
+                    rule.step(t, momenta)
+
+            return step
+
+        return made
+
+    found = _ratios_when_gradients_jump(by_optimizer)
+    assert_close(found, _ratios_when_gradients_jump(by_rule()))
+    changes = [{"change": one} for one in ((0.8, 1.1), (0.95, 1.1), (0.9, 1.2), (0.9, 1.05))]
+    for mutant in (*changes, {"limits": (0.4, 4.0)}, {"limits": (0.5, 5.0)}):
+        assert differs(found, _ratios_when_gradients_jump(by_rule(**mutant))), mutant
 
 
 class Reads(TorchDispatchMode):
