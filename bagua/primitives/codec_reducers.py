@@ -273,17 +273,19 @@ def _by_ranges(
     shares.compress(flat, sent.view(size, row_bytes))
     communicator.alltoall(received, sent)
     own = flat[shares.slices[rank]]
-    total = memory.buffer("total", own.numel(), exact)
-    rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
-    add_up(codec, rows, Metadata.of(own), total, memory)
     if remainder is not None:
         shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
         torch.sub(flat, remainder, out=remainder)
+    # What is lost is known: the total may lie where this rank's own slice was.
+    total = own if exact == flat.dtype else memory.buffer("total", own.numel(), exact)
+    rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
+    add_up(codec, rows, Metadata.of(own), total, memory)
 
     answer = sent[:row_bytes]
     again = drawn.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
     again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
     communicator.allgather(received, answer)
+    left = None if remainder is None else remainder[shares.slices[rank]].add_(total, alpha=weight_of_one)
     shares.decompress(received.view(size, row_bytes), exact, flat)
-    if remainder is not None:
-        remainder[shares.slices[rank]].add_(total.sub_(own), alpha=weight_of_one)
+    if left is not None:
+        left.sub_(own, alpha=weight_of_one)

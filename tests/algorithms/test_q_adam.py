@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import bagua.comm
 from bagua.algorithms import Algorithm, DistributedAlgorithm, QAdamAlgorithm, QAdamAlgorithmImpl
 from bagua.comm import solo_group
 from bagua.errors import ConfigurationError
-from bagua.optim import QAdamOptimizer
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
 from bagua.torch_api.algorithms import q_adam
+from tests.algorithms.test_local_updates import live_bytes
 from tests.harness import (
     State,
     assert_same_on_all_ranks,
@@ -295,3 +297,36 @@ def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
 
     whole = thread_ranks(2, train, QAdamAlgorithm())
     assert_same_on_all_ranks([whole[0][0], *thread_ranks(2, train_and_reset)])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gradient_allreduce", 4.0),  # gradients, two moments, denominators that do not change any more
+        ("qadam", 4.6),  # and messages of a byte for each element, both ways
+        ("one_bit_adam", 6.1),  # residuals, room for the next ones, and shorter messages
+        ("one_bit_lamb", 7.1),  # and the second moment of late
+    ],
+)
+def test_copies_of_the_weights_that_each_rank_keeps(thread_ranks, name, expected):
+    together = threading.Barrier(2)
+
+    def copies() -> float:
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+        made = OneBitLambOptimizer if name == "one_bit_lamb" else QAdamOptimizer
+        optimizer = made(model.parameters(), lr=1e-4, warmup_steps=1)
+        together.wait(60)
+        before = live_bytes()
+        together.wait(60)
+        wrapped = with_bagua(model, [optimizer], name, bucket_bytes=600_000)
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(torch.ones(2, 256)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        together.wait(60)
+        found = (live_bytes() - before) / sum(one.nbytes for one in model.parameters())
+        together.wait(60)
+        return found / 2
+
+    assert thread_ranks(2, copies) == [pytest.approx(expected, abs=0.1)] * 2
