@@ -73,9 +73,6 @@ def _remove(handles: list[Any]) -> None:
 class BackwardHooks:
     """Tells a reducer when gradients are there and when a backward pass is over.
 
-    It does not care whether a wrapper calls ``before_forward`` and ``after_forward``, or
-    hooks on the module itself do.
-
     Args:
         reducer: reducer that is told.
 
@@ -132,7 +129,7 @@ class BackwardHooks:
 
     @property
     def _frozen(self) -> bool:
-        """Whether all of them are frozen for a while, as a discriminator is: others train through the module then."""
+        """Whether all are frozen for a while, as a discriminator is: others train through the module then."""
         return bool(self.trained) and not any(parameter.requires_grad for parameter in self.trained)
 
     def create_hooks(self) -> None:
@@ -146,6 +143,7 @@ class BackwardHooks:
         reducer = self.reducer
         if reducer.formation.idle:
             return
+        self.remove_hooks()
         self._replace_earlier()
         if reducer.group.size > 1 or not reducer.phases.follows_gradients:
             self._listen_to_parameters()
@@ -170,11 +168,7 @@ class BackwardHooks:
         """A pass has shown which parameters tell of passes: listen to those alone, unless that has failed before."""
         if not self._sentinels_fail and self.reducer.optimizers:
             self._sentinels = sentinels_of(self.reducer.optimizers, self.trained, self._arrivals)
-            self._attach_anew()
-
-    def _attach_anew(self) -> None:
-        self.remove_hooks()
-        self.create_hooks()
+            self.create_hooks()
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.formation.registration
@@ -260,7 +254,7 @@ class BackwardHooks:
                 reducer.give_up(error)
                 raise
         if reducer.before_step():
-            self._attach_anew()
+            self.create_hooks()
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
@@ -443,7 +437,7 @@ class BackwardHooks:
             self._told_of_unseen = True
             return
         self._sentinels, self._sentinels_fail = None, True
-        self._attach_anew()
+        self.create_hooks()
         self._due = set(map(id, reducer.optimizers))
         self.enter_step()
         reducer.begin_step()

@@ -150,7 +150,6 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
 
     def create_hooks(self) -> None:
         """Attach to the parameters and the optimizers. Done by the constructor; idempotent."""
-        self._engine.remove_hooks()
         self._engine.create_hooks()
 
     def reset_reducer(
