@@ -21,6 +21,8 @@ class Nothing(How):
 class SilentAlgorithm(Algorithm):
     """Gradients are gathered in buckets, and stay what they are."""
 
+    ranks_differ = True  # Otherwise the engine finds out, and says so.
+
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:  # noqa: ARG002 - there is one phase
         """Use the bucket's memory as gradient allreduce does, and send nothing."""
         return (Exchange(Gradients(), Every(), Nothing(), Replace()),)

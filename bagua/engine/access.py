@@ -153,7 +153,7 @@ class EngineAccess:
         """Number of steps so far: of backward passes that ended one. Local, and nothing is copied.
 
         Steps before a checkpoint that was loaded count, and those that other islands made before this one joined.
-        Inside ``no_sync`` no step ends.
+        Inside ``no_sync`` no step ends. Where one rank has nothing to exchange, steps of the first optimizer count.
 
         Example:
             >>> import bagua.comm

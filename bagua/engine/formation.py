@@ -58,6 +58,8 @@ class Formation:
         execution: buckets, and the exchanges in them.
         equality: comparison of what must be equal on all ranks.
         failure: record of what could not be finished here.
+        idle: True if there is nothing to do, as on a group of one rank.
+        to_compare: step that ended last, if ranks have yet to compare what must be equal after it; else None.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class Formation:
         self.belongings = Belongings(self.group)
         self.execution = Execution(courses.Courses(self.group, self.belongings))
         self._own(self.group)
+        self.idle = self.group.size == 1 and not declaration.acts_alone
         self.equality = EqualityCheck(declaration, options)
-        self._ended: int | None = None
+        self.to_compare: int | None = None
         self.failure = StepFailure(self.group)
         try:
             self._agree(refusal)
@@ -136,11 +139,6 @@ class Formation:
         """What must be equal on all ranks: the algorithm, the options, and the parameters."""
         wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self.options.buckets]
         return [f"algorithm {self.declaration!r}", *self.options.facts, f"buckets={wanted}", *self.registration.facts]
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do, as on a group of one rank."""
-        return self.group.size == 1 and not self.declaration.acts_alone
 
     @property
     def communicator(self) -> Communicator:
@@ -245,14 +243,9 @@ class Formation:
         if self.equality.concerns(step):
             self.execution.settle()
             self.equality.look_at_gradients(step, self.model, self.group)
-            self._ended = step
+            self.to_compare = step
             if self.equality.at_once:
                 self.compare_ranks()
-
-    @property
-    def compares(self) -> bool:
-        """Whether ranks have yet to be compared after the step that ended last."""
-        return self._ended is not None
 
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks after the step that ended last, if that is due.
@@ -260,7 +253,7 @@ class Formation:
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
-        step, self._ended = self._ended, None
+        step, self.to_compare = self.to_compare, None
         if step is not None:
             self.execution.settle()
             belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
@@ -287,6 +280,8 @@ class Formation:
             ConfigurationError: others count on the weights that were there before.
         """
         step, executed = self.phases.step, self.execution.courses
+        if not self.equality.loads.begun:
+            return
         if self.equality.loads.differ(self.registration.trained_now):
             executed.check_loads()
         if self.equality.note_load(step, self.group, self.registration) and self.phases.restored_at != step:
@@ -359,6 +354,7 @@ class Formation:
         if algorithm is not self.algorithm:
             self.algorithm.close()
         self.declaration, self.algorithm, self.options = declaration, algorithm, options
+        self.idle = self.group.size == 1 and not declaration.acts_alone
         self.phases.bind(declaration, self.model)
 
     def put_aside(self, *, settle: bool = True) -> None:

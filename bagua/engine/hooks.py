@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,24 +20,13 @@ from bagua.engine.joining import Joining
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import nothing
-from bagua.engine.schedule.spans import Passes
+from bagua.engine.schedule.spans import Pass, Passes
 from bagua.engine.wrapping import SWITCH, Wrapping
 from bagua.errors import BaguaError
 from bagua.torch_private import accumulates, active_ddp, when_backward_ends
 
 _log = logging.getLogger("bagua")
-
-
-class _Pass:
-    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors."""
-
-    __slots__ = ("__weakref__", "_complete")
-
-    def __init__(self, complete: Callable[[_Pass], None]) -> None:
-        self._complete = complete
-
-    def __call__(self) -> None:
-        self._complete(self)
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 # What torch calls keeps no engine alive: a graph, a parameter or an optimizer may outlive it, and autograd keeps
@@ -97,7 +87,7 @@ class BackwardHooks:
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
-        self.current: weakref.ref[_Pass] | None = None
+        self.current: weakref.ref[Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
         self._arrivals: list[torch.nn.Parameter] = []
@@ -130,7 +120,8 @@ class BackwardHooks:
     @property
     def _frozen(self) -> bool:
         """Whether all are frozen for a while, as a discriminator is: others train through the module then."""
-        return bool(self.trained) and not any(parameter.requires_grad for parameter in self.trained)
+        trained = self.trained
+        return bool(trained) and not any(map(_requires_grad, trained))
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. Where one rank has nothing to do, attach to nothing.
@@ -141,16 +132,20 @@ class BackwardHooks:
             ConfigurationError: an engine of another model exchanges some of them.
         """
         reducer = self.reducer
-        if reducer.formation.idle:
-            return
         self.remove_hooks()
+        if reducer.formation.idle:
+            counted = partial(_tell, self._reference, lambda engine, *_: engine.reducer.phases.advance())
+            self._handles += [optimizer.register_step_post_hook(counted) for optimizer in reducer.optimizers[:1]]
+            return
         self._replace_earlier()
         if reducer.group.size > 1 or not reducer.phases.follows_gradients:
             self._listen_to_parameters()
         module: Any = reducer.module
+        begins = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_will_be_loaded())
+        ends = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_were_loaded())
         loads = [
-            module.register_load_state_dict_pre_hook(partial(_tell, self._reference, BackwardHooks._will_load)),
-            module.register_load_state_dict_post_hook(partial(_tell, self._reference, BackwardHooks._loaded)),
+            module.register_load_state_dict_pre_hook(begins),
+            module.register_load_state_dict_post_hook(ends),
         ]
         Wrapping.to(module).add(loads)
         self._handles += loads
@@ -215,8 +210,7 @@ class BackwardHooks:
             training: True if the module is in training mode.
 
         Raises:
-            CommunicationError: the module has changed, but not in the same way on all ranks;
-                or the ranks could not agree on what tuning tries next.
+            CommunicationError: the module has changed, but not in the same way on all ranks.
             ConfigurationError: the module is inside torch's ``DistributedDataParallel``.
         """
         reducer = self.reducer
@@ -227,7 +221,8 @@ class BackwardHooks:
         if not training or not torch.is_grad_enabled() or self._frozen:
             return
         reducer.formation.failure.check()
-        self.announce()
+        if self.joining is not None:
+            self.announce()
         self.enter_step()
 
     def announce(self) -> bool:
@@ -260,17 +255,11 @@ class BackwardHooks:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
         if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled() or self._frozen:
             return
-        self._armed = self.synchronize
-        entered = partial(_tell, self._reference, BackwardHooks._output_reached, self.synchronize)
+        self._armed = synchronize = self.synchronize
+        entered = partial(_tell, self._reference, BackwardHooks._output_reached, synchronize)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
-
-    def _will_load(self, *_: Any) -> None:
-        self.reducer.weights_will_be_loaded()
-
-    def _loaded(self, *_: Any) -> None:
-        self.reducer.weights_were_loaded()
 
     # Backward.
 
@@ -289,7 +278,7 @@ class BackwardHooks:
 
     def begin(self) -> None:
         """The first sign of a backward pass."""
-        current = _Pass(self._complete)
+        current = Pass(self._complete)
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
         self._passes.enter("backward pass")
@@ -301,9 +290,11 @@ class BackwardHooks:
         try:
             if self.joining is not None:
                 self.joining.check_announced()
-            if not self._was_entered:
+            if self._was_entered:
+                self.reducer.begin_backward()
+            else:
                 self.reducer.formation.registration.refuse_change()
-            self.reducer.begin_step()
+                self.reducer.begin_step()
         except BaseException as error:
             self.reducer.give_up(error)
             raise
@@ -318,14 +309,15 @@ class BackwardHooks:
                 for parameter in self.trained
             ]
 
-    def _complete(self, ended: _Pass) -> None:
+    def _complete(self, ended: Pass) -> None:
         if self.current is None or self.current() is not ended:
             return
-        step = self.reducer.step
+        phases = self.reducer.phases
+        step = phases.step
         try:
             if self._is_step and (self.reducer.initialized or self._form_buckets()):
                 self._complete_step()
-            if self.take is None or self.reducer.step != step:
+            if self.take is None or phases.step != step:
                 self._due = set(map(id, self.reducer.optimizers))
         except BaseException as error:
             # Before there are buckets, all ranks refuse together, or their communicator is broken already.
@@ -374,13 +366,13 @@ class BackwardHooks:
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
-        if reducer.execution.owes or reducer.formation.compares:
+        if reducer.execution.owes or reducer.formation.to_compare is not None:
             self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.trained if parameter.grad is not None]
 
-    def _died(self, _: weakref.ref[_Pass]) -> None:
+    def _died(self, _: weakref.ref[Pass]) -> None:
         """Autograd gave the backward pass up, because of an error in it.
 
         The other ranks make this step, and wait. Did this rank go on, its next steps would meet their earlier ones.
@@ -425,8 +417,7 @@ class BackwardHooks:
     def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""
         reducer = self.reducer
-        ours = set(self.trained)
-        stepped = (one for group in optimizer.param_groups for one in group["params"] if one in ours)
+        stepped = set(self.trained).intersection(one for group in optimizer.param_groups for one in group["params"])
         if self.joining is not None or not self.synchronize or self.accumulates or self._retired:
             return
         if all(one.grad is None for one in stepped):

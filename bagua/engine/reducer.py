@@ -233,8 +233,6 @@ class Reducer:
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
-        if not self.phases.follows_gradients:
-            return _leave_alone
         formation, scheduler = self.formation, self.execution.scheduler
         take = formation.order.add if scheduler is None else scheduler.take
         watched = self.phases.step == 0 and formation.options.buckets
@@ -255,15 +253,18 @@ class Reducer:
         return before != (phases.between_steps, phases.follows_gradients)
 
     def begin_step(self) -> None:
-        """A synchronized backward pass starts."""
+        """A synchronized backward pass starts, and no forward pass came before it."""
         self.formation.failure.check()
-        self.compare_ranks()  # For those who drive a reducer by hand.
-        if self.execution.scheduler is None:
-            return
-        self.formation.follow_phase()  # For those who drive a reducer by hand, without forward passes.
-        if self.phases.between_steps:
-            return
+        self.compare_ranks()
+        if self.execution.scheduler is not None:
+            self.formation.follow_phase()
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """A synchronized backward pass starts, after ``before_step``."""
         scheduler = self.execution.scheduler
+        if scheduler is None or self.phases.between_steps:
+            return
         scheduler.begin(self.formation.clock)
         if not self.phases.follows_gradients:
             scheduler.launch_ready()
@@ -334,7 +335,7 @@ class Reducer:
 
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks, once optimizers have stepped, after steps for which that is due."""
-        if self.formation.compares:
+        if self.formation.to_compare is not None:
             with self._giving_up():
                 self.formation.compare_ranks()
 
@@ -444,7 +445,3 @@ class Reducer:
             CollectiveMismatchError: ranks load different checkpoints.
         """
         checkpoints.load(self.formation, state_dict)
-
-
-def _leave_alone(_: torch.nn.Parameter) -> None:
-    """What is done with gradients where nothing is exchanged in a step."""

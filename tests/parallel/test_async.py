@@ -715,7 +715,8 @@ def test_one_rank_alone_changes_its_model(averaged_ranks):
 
     def body(rank, model, optimizer) -> tuple[int, ...]:
         if rank == 1:
-            train_until(named.is_set, model, optimizer, rank)
+            with contextlib.suppress(PeerLostError):  # Rank 0 has given up.
+                train_until(named.is_set, model, optimizer, rank)
             return ()
         model[0].weight.requires_grad_(False)
         with pytest.raises(CollectiveTimeoutError, match="not all ranks stopped") as caught:

@@ -234,3 +234,16 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
     states = thread_ranks(2, train)
     assert_same_on_all_ranks(states)
     assert_close(states[0], _sharpness_aware())
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "local_sgd"])
+def test_steps_of_one_rank_alone_count(thread_ranks, name):
+    def train() -> int:
+        model, optimizer = started(name)
+        for step in range(3):
+            by_a_method(model, 0, step)
+            optimizer.step()
+        steps: int = model.bagua_step
+        return steps
+
+    assert thread_ranks(1, train) == [3]

@@ -46,6 +46,18 @@ def _in_range(name: str, act: Callable[[], T]) -> T:
         end_range()
 
 
+class Pass:
+    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors."""
+
+    __slots__ = ("__weakref__", "_complete")
+
+    def __init__(self, complete: Callable[[Pass], None]) -> None:
+        self._complete = complete
+
+    def __call__(self) -> None:
+        self._complete(self)
+
+
 class Passes:
     """The passes of one model, for the timeline."""
 

@@ -35,6 +35,11 @@ class Loads:
         if not self._before:
             self._before = quick_digest(weights)
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was a call since training went on last."""
+        return bool(self._before)
+
     def end(self) -> None:
         """It has ended."""
         self._calls += 1
