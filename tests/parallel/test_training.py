@@ -188,7 +188,33 @@ def hooked() -> nn.Module:
     return model
 
 
+def calibrated(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Assigns a buffer anew in each forward pass, and lets one grow, as observers of quantization do."""
+    self.layers.largest = torch.maximum(self.layers.largest, inputs.detach().abs().max())
+    self.layers.seen = torch.cat([self.layers.seen, inputs.detach().mean().view(1)])
+    return self.layers(inputs)
+
+
+def with_buffers() -> nn.Module:
+    layers = mlp()
+    layers.register_buffer("largest", torch.zeros(()), persistent=False)
+    layers.register_buffer("seen", torch.zeros(1), persistent=False)
+    return layers
+
+
+def low_rank(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """A frozen layer and a trained one of low rank beside it, whose first gradient is zero in one of two factors."""
+    return self.base(inputs) + inputs @ self.down @ self.up
+
+
 LAYERS = {
+    "buffers assigned anew": made(calibrated, layers=with_buffers),
+    "low rank beside a frozen layer": made(
+        low_rank,
+        base=lambda: nn.Linear(8, 4).requires_grad_(False),
+        down=lambda: nn.Parameter(torch.randn(8, 2)),
+        up=lambda: nn.Parameter(torch.zeros(2, 4)),
+    )._replace(optimizer=trainable),
     "lstm": sequence(lambda: nn.LSTM(2, 3, num_layers=2, batch_first=True), 3),
     "gru": sequence(lambda: nn.GRU(2, 3, batch_first=True, bidirectional=True), 6),
     "transformer": sequence(
@@ -259,6 +285,13 @@ def adapted(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return loss_of(lambda inputs: torch.func.functional_call(plain, weights, (inputs,)), rank, step)
 
 
+def summed_passes(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Several forward passes, one of them without gradients, before one backward pass."""
+    with torch.no_grad():
+        loss_of(model, rank, step)
+    return loss_of(model, rank, step) + 0.5 * loss_of(model, rank, step + 100)
+
+
 def in_bfloat16(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return loss_of(lambda inputs: model(inputs).float(), rank, step)
@@ -295,6 +328,7 @@ OUTPUTS = {
     )._replace(losses=penalty),
     "functional call": Case(losses=adapted),
     "autocast": Case(losses=in_bfloat16),
+    "several forward passes": Case(losses=summed_passes),
     "branches in another order": made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
         losses=own_order, options={"bucket_bytes": 1}
     ),
