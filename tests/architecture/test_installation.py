@@ -114,11 +114,17 @@ def test_names_of_other_libraries_point_to_ours():
     assert not hasattr(bagua.torch_api, "__wrapped__")
 
 
-def test_the_package_points_to_its_entry():
+def test_the_package_has_the_names_of_its_entry():
+    """``import bagua.comm`` after ``import bagua.torch_api as bagua`` binds the name ``bagua`` to the package."""
     import bagua
+    import bagua.torch_api
 
-    with pytest.raises(AttributeError, match=r"import bagua\.torch_api as bagua"):
-        bagua.init_process_group  # noqa: B018
+    submodules = {"advise", "algorithms", "distributed", "env"}
+    for name in set(bagua.torch_api.__all__) - submodules:
+        assert getattr(bagua, name) is getattr(bagua.torch_api, name), name
+    assert bagua.algorithms.Algorithm is bagua.torch_api.algorithms.Algorithm
+    with pytest.raises(AttributeError, match=r"'bagua' has no attribute 'init'\. Did you mean 'init_process_group'"):
+        bagua.init  # noqa: B018
     assert not hasattr(bagua, "__wrapped__")
 
 

@@ -99,6 +99,29 @@ def test_a_checkpoint_on_rank_0_alone_is_found_in_the_first_step_by_default(thre
         assert step == 0
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "top_k"])
+def test_calls_that_cross_on_the_model_name_what_each_rank_does(thread_ranks, algorithm):
+    """Rank 0 alone loads all parts of a checkpoint, while rank 1 makes its first step."""
+
+    def begin() -> None:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        saved = wrapped.bagua_state_dict()
+        if bagua.comm.get_rank() == 0:
+            wrapped.bagua_load_state_dict(saved)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1))
+
+    def caught() -> str:
+        with pytest.raises(CollectiveMismatchError, match="ranks make different calls on the model") as found:
+            begin()
+        return str(found.value)
+
+    for text in thread_ranks(2, caught):
+        assert "a comparison of checkpoints" in text
+        assert "the forming of buckets" in text
+
+
 def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
         ends = thread_ranks(2, partial(train, steps=105), load_on_first, 3)

@@ -10,6 +10,7 @@ from bagua.buckets import form_buckets
 from bagua.comm import Communicator
 from bagua.engine.buckets.layout import foreign, name_of, twice, unused
 from bagua.engine.buckets.registration import Registration
+from bagua.engine.state.agreement import gather_objects
 from bagua.errors import CollectiveMismatchError
 
 #: The first bucket is small: until it is full, no exchange is under way while gradients are computed. As torch's DDP.
@@ -65,7 +66,7 @@ class GradientOrder:
             ConfigurationError: on all ranks, naming what is missing on each.
             CollectiveMismatchError: on all ranks, naming the first parameter that came elsewhere.
         """
-        gathered = communicator.allgather_object([self._places(), told])
+        gathered = gather_objects(communicator, "the forming of buckets", [self._places(), told])
         everyone: list[list[int]] = [places for places, _ in gathered]
         names = self._registration.names
         lacking = {

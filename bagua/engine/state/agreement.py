@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from bagua.comm import Communicator
 from bagua.errors import BaguaError, CollectiveMismatchError
@@ -18,6 +19,32 @@ _SUBJECTS = {
     ),
     "loaded state": ("states of this hook", "Call load_state_dict on every rank before the same step, or on none."),
 }
+
+
+def gather_objects(communicator: Communicator, purpose: str, value: Any) -> list[Any]:
+    """What each rank brings to an agreement of all. Collective.
+
+    Args:
+        communicator: communicator of the ranks.
+        purpose: what is agreed on, for the error if ranks mean different agreements.
+        value: what this rank brings.
+
+    Raises:
+        CollectiveMismatchError: on all ranks, if their purposes differ.
+    """
+    everyone = communicator.allgather_object([purpose, value])
+    ranks, own = communicator.ranks, communicator.rank
+    others = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != purpose]
+    if others:
+        raise CollectiveMismatchError(
+            "ranks make different calls on the model",
+            rank=ranks[own],
+            peers=[ranks[rank] for rank in others],
+            expected=purpose,
+            seen=everyone[others[0]][0],
+            advice="Call bagua_load_state_dict, bagua_finish and the like on every rank, at the same place.",
+        )
+    return [theirs for _, theirs in everyone]
 
 
 def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None:
@@ -38,9 +65,10 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
     if communicator.size == 1:
         return
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    if len(set(communicator.allgather_object(digest))) == 1:
+    purpose = f"a comparison of {what}"
+    if len(set(gather_objects(communicator, purpose, digest))) == 1:
         return
-    everyone = communicator.allgather_object(list(facts))
+    everyone = gather_objects(communicator, purpose, list(facts))
     own = everyone[communicator.rank]
     other = next(
         rank for rank, theirs in enumerate(everyone) if theirs != own and (rank == 0 or own == everyone[0] != theirs)

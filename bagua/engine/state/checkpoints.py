@@ -8,7 +8,7 @@ from typing import Any
 
 from bagua.engine.buckets.layout import positions_of
 from bagua.engine.formation import Formation
-from bagua.engine.state.agreement import compare_or_refuse
+from bagua.engine.state.agreement import compare_or_refuse, gather_objects
 from bagua.engine.state.saved_states import check_owner, from_checkpoint, name_of_rank
 from bagua.engine.state.saving import Remembered, compare_states, divided, scopes_of, united
 from bagua.errors import ConfigurationError
@@ -104,7 +104,7 @@ def _own_part(formation: Formation, saved: Mapping[str, Any]) -> Any:
     differs = formation.declaration.ranks_differ and not formation.declaration.in_background
     matters = bool(part["parameters"] or part["others"] or part["flights"])
     mine = {"rank": saved["rank"], "world_size": saved["world_size"], "matters": matters or differs}
-    owners = formation.communicator.allgather_object(mine)
+    owners = gather_objects(formation.communicator, "the loading of a checkpoint", mine)
     if _is_own(owners):
         return part
     if matters:

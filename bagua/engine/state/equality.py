@@ -14,6 +14,7 @@ from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, as_bytes
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
+from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.loads import Loads
 from bagua.engine.state.optimizers import plain
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
@@ -25,6 +26,7 @@ _log = logging.getLogger("bagua")
 #: Steps from one look to the next where ranks hold equal weights after each step.
 DEFAULT_CHECK_EVERY = 100
 _SETTINGS = "settings of optimizers"
+_PURPOSE = "a comparison of what must be equal"
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class EqualityCheck:
         """At the end of the backward pass of ``step``, warn if all ranks computed the same gradients. Collective."""
         if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
             own = self._own_gradients(model)
-            warn_of_equal_gradients(group.global_communicator.allgather_object(own), group.rank)
+            digests = gather_objects(group.global_communicator, "a look at the first gradients", own)
+            warn_of_equal_gradients(digests, group.rank)
 
     def look(self, step: int, belief: Belief, group: ProcessGroup) -> None:
         """Compare after ``step``. Collective in the steps that all ranks know.
@@ -170,7 +173,7 @@ class EqualityCheck:
         if len(set(everyone)) == 1:
             return None, False
         loads = self.loads
-        found = communicator.allgather_object([[loads.count, loads.step], self._lines(belief)])
+        found = gather_objects(communicator, _PURPOSE, [[loads.count, loads.step], self._lines(belief)])
         counts, lines = [one[0] for one in found], [one[1] for one in found]
         error, by_rounding = _explain(lines, counts, communicator), False
         if error is not None and len({count for count, _ in counts}) == 1:
@@ -318,7 +321,7 @@ def warn_of_other_settings(model: Model, communicator: Communicator) -> None:
     """
     if len(set(_gather(_digest_of_settings(model), communicator))) == 1:
         return
-    lines = communicator.allgather_object([[_SETTINGS, *one] for one in _settings(model)])
+    lines = gather_objects(communicator, _PURPOSE, [[_SETTINGS, *one] for one in _settings(model)])
     difference = _explain(lines, [], communicator)
     if communicator.rank == 0 and difference is not None:
         _log.warning(

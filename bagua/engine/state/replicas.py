@@ -9,6 +9,7 @@ import torch
 from bagua.buckets import write_finite
 from bagua.comm import Communicator, Group, NonMember, ReduceOp, communicator_of
 from bagua.engine.buckets.registration import buffers_of, floating_buffers_of, ignored_names
+from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.saving import digest_of
 
 
@@ -110,4 +111,4 @@ def are_equal(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bo
         communicator: communicator of the ranks.
     """
     own = [digest_of(tensor) for tensor in tensors]
-    return all(theirs == own for theirs in communicator.allgather_object(own))
+    return all(theirs == own for theirs in gather_objects(communicator, "a comparison of weights", own))
