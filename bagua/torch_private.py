@@ -68,16 +68,22 @@ def active_ddp() -> torch.nn.Module | None:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def do_not_compile(*functions: Callable[..., Any]) -> None:
+def do_not_compile(*functions: Callable[..., Any], inside: bool = False) -> None:
     """Keep ``torch.compile`` away from ``functions`` and from what they call.
 
     Torch calls them in the middle of compiled programs, where Dynamo would compile them as if they were the program's.
     ``torch.compiler.disable`` does the same but imports Dynamo, which takes seconds, and costs about a microsecond for
     each call.
+
+    Args:
+        functions: functions in Python.
+        inside: they are not traced in the middle of a frame that is compiled, either; a strict export refuses that.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
+        if inside:
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable sets it
 
 
 def profiling() -> bool:

@@ -23,7 +23,7 @@ from bagua.engine.schedule.executor import nothing
 from bagua.engine.schedule.spans import Pass, Passes
 from bagua.engine.wrapping import SWITCH, Wrapping
 from bagua.errors import BaguaError
-from bagua.torch_private import accumulates, active_ddp, when_backward_ends
+from bagua.torch_private import accumulates, active_ddp, do_not_compile, when_backward_ends
 
 _log = logging.getLogger("bagua")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -53,6 +53,9 @@ def _arrived(reference: weakref.ref[BackwardHooks], parameter: torch.nn.Paramete
         except BaseException as error:
             engine.reducer.give_up(error)
             raise
+
+
+do_not_compile(_tell, _arrived, inside=True)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
+    loss_of,
     mlp,
     reference,
     sgd,
@@ -72,9 +75,32 @@ def _export() -> None:
     assert wrapped.bagua_step == 2
 
 
+def _graphs_of_the_optimizer(wrap: bool) -> int:
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = OwnForward()
+    optimizer = sgd(model.parameters())
+    wrapped = WRAPS["with_bagua"](model, optimizer) if wrap else model
+    step = torch.compile(optimizer.step, backend=backend)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss_of(wrapped, bagua.comm.get_rank(), number).backward()
+        with warnings.catch_warnings():  # Of torch, about its own ways to compile.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            step()
+    return graphs
+
+
 def _train_every_way() -> dict[str, tuple[State, int]]:
     # In one go: torch._dynamo takes seconds to import.
     _export()
+    assert _graphs_of_the_optimizer(True) == _graphs_of_the_optimizer(False) > 0
     return {f"{wrap}, in place: {in_place}": _train_compiled(wrap, in_place) for wrap in WRAPS for in_place in (0, 1)}
 
 
