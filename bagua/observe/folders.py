@@ -8,6 +8,9 @@ from pathlib import Path
 
 from bagua.errors import ConfigurationError
 
+#: Of ``os.open``: not through a link that somebody has put there. Where the system has no such flag, nothing.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
 
 def usable_folder(folder: str, variable: str) -> Path:
     """The folder, which is made if it is not there.
@@ -40,10 +43,14 @@ def usable_folder(folder: str, variable: str) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a whole file, or none: who reads never sees half of it, nor does a signal in the middle of it spoil it."""
+    """Write a whole file for its owner only, or none: neither who reads sees half of it, nor does a signal spoil it.
+
+    The folder may be one that everybody writes to: a link that waits there under the name is replaced, not followed.
+    """
     draft = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
-        draft.write_bytes(content)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o600), "wb") as file:
+            file.write(content)
         draft.replace(path)
     except BaseException:  # A full disk, say. Each draft has a name of its own, so no later one would replace it.
         draft.unlink(missing_ok=True)

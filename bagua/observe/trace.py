@@ -14,7 +14,7 @@ from typing import Any
 
 from bagua.comm import CallRecord, Place, Recorder
 from bagua.errors import ConfigurationError
-from bagua.observe.folders import usable_folder
+from bagua.observe.folders import NO_LINK, usable_folder, write_whole
 
 TRACE_PREFIX = "trace_rank_"
 #: Lines of one rank, at most: about 50 MB.
@@ -50,7 +50,7 @@ class TraceFile:
         #: Threads, and signal handlers, put lines in at one end; the thread that writes takes them out at the other.
         self._waiting: deque[dict[str, Any]] = deque()
         try:
-            self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+            write_whole(self._path, f"{json.dumps(first)}\n".encode())
         except OSError as error:  # The disk is full, or the file is somebody else's.
             raise ConfigurationError(
                 f"the trace cannot be written: {error}",
@@ -107,7 +107,7 @@ class TraceFile:
 
     def _write(self) -> None:
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_APPEND | NO_LINK), "a", encoding="utf-8") as file:
                 while self._waiting:
                     file.write(json.dumps(self._waiting.popleft()) + "\n")
         except OSError as error:  # The disk is full, say: training goes on.

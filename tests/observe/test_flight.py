@@ -18,10 +18,13 @@ import torch
 
 import bagua.comm
 import bagua.torch_api
+from bagua.comm import Place, Recorder
 from bagua.comm.records.statistics import Statistics
 from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
 from bagua.observe.flight import PREFIX, FlightRecord
+from bagua.observe.folders import write_whole
+from bagua.observe.trace import TraceFile
 from bagua.testing import ThreadRanks
 from tests.versions import needs
 
@@ -320,3 +323,28 @@ def test_files_that_are_no_records_are_refused_and_run_no_code(tmp_path):
     (tmp_path / f"{PREFIX}0").write_bytes(pickle.dumps(os.getpid))
     with pytest.raises(ConfigurationError, match="it asks for"):
         explain(tmp_path)
+
+
+def test_files_are_their_owners_alone_and_follow_no_link(tmp_path):
+    others, place = tmp_path / "others", tmp_path / "calls_0.txt"
+    others.write_text("theirs")
+    place.symlink_to(others)
+    write_whole(place, b"ours")
+    assert (place.read_text(), others.read_text(), place.is_symlink()) == ("ours", "theirs", False)
+    assert place.stat().st_mode & 0o777 == 0o600
+    with mock.patch("uuid.UUID.hex", "draft"):
+        (tmp_path / "draft.tmp").symlink_to(others)
+        with pytest.raises(FileExistsError):
+            write_whole(place, b"again")
+    assert others.read_text() == "theirs"
+
+
+def test_a_trace_that_became_a_link_ends(tmp_path):
+    trace = TraceFile(Recorder(), Place("world", "threads", 0, (0,)), str(tmp_path))
+    (file,) = tmp_path.rglob("trace_rank_0*")
+    file.unlink()
+    file.symlink_to(tmp_path / "theirs")
+    (tmp_path / "theirs").touch()
+    trace.span("step", 0.0, 1.0, {})
+    trace.close()
+    assert (tmp_path / "theirs").read_text() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -291,12 +292,12 @@ def test_a_full_disk_is_a_typed_error_at_first_and_ends_the_trace_later(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_text", full)
+        disk.setattr(os, "open", full)
         with pytest.raises(ConfigurationError, match="No space left") as caught:
             TraceFile(Recorder(), Place("world", "threads", 0, (0,)), str(tmp_path))
         assert caught.value.argument == "BAGUA_TRACE"
     file.call(record(1))
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(os, "open", full)
     file.flush()
     file.call(record(2))
     file.close()
