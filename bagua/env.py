@@ -18,6 +18,7 @@ _OURS = (
     "BAGUA_LOG",
     "BAGUA_SHM_STAGING_BYTES",
     "BAGUA_TIMEOUT_S",
+    "BAGUA_TOKEN",
     "BAGUA_TRACE",
 )
 
@@ -108,9 +109,9 @@ def _seconds(name: str) -> float | None:
     return seconds
 
 
-def gloo_interface() -> str | None:
-    """``GLOO_SOCKET_IFNAME``: the first of the network devices that Gloo is told to take, or None."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
+def gloo_interfaces() -> list[str]:
+    """``GLOO_SOCKET_IFNAME``: the network devices that Gloo is told to take, if it is."""
+    return [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
 
 
 def islands() -> str | None:
@@ -121,6 +122,11 @@ def islands() -> str | None:
 def timeout_s() -> float | None:
     """``BAGUA_TIMEOUT_S``: default deadline of every collective in seconds, or None."""
     return _seconds("BAGUA_TIMEOUT_S")
+
+
+def token() -> str:
+    """``BAGUA_TOKEN``: begins every key in a store, so that only ranks that have it meet each other; empty for none."""
+    return os.environ.get("BAGUA_TOKEN", "")
 
 
 def _switch(name: str) -> bool:
@@ -188,8 +194,8 @@ def overlay(variables: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def defaults_for_children(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Give processes that start until the end of the block those of ``defaults`` that are not set here."""
+def with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set those of ``defaults`` that are not set until the end of the block, for new processes and for torch."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,16 +1,17 @@
 """The command ``baguarun``: torchrun under a name that stands beside ``bagua``.
 
-Every flag is torchrun's and means what it means there. Four things differ: ``--nproc`` is short for
-``--nproc-per-node``, ``--version`` prints bagua's version, ``--help`` begins with how a script is started, and
-``--serve-islands`` starts no script but keeps the store where islands meet.
+Every flag is torchrun's and means what it means there. Five things differ: ``--nproc`` is short for
+``--nproc-per-node``, ``--version`` prints bagua's version, ``--help`` begins with how a script is started, the store
+of a job of one host is reached from there alone, and ``--serve-islands`` starts no script but keeps the store where
+islands meet.
 """
 
-import re
 import signal
 import socket
 import sys
 import threading
-from argparse import SUPPRESS, ArgumentParser
+import uuid
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 
 from bagua import __version__
@@ -27,6 +28,7 @@ baguarun starts a training script on several processes. It is torchrun: all of i
 """
 _ISLANDS = "--serve-islands"
 _LAST_PORT = 65535
+_LOOPBACK = "127.0.0.1"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,16 +54,19 @@ def _start(given: list[str]) -> int:
     """Be torchrun, without its tracebacks where these add nothing."""
     from torch.distributed import run  # takes seconds to import
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+    flags = run.get_args_parser()
     if given[:1] in (["--help"], ["-h"]):
         print(USAGE)
-        flags = run.get_args_parser()
         flags.prog = "baguarun"
         flags.print_help()
         return 0
+    flags.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)
+    job, store = flags.parse_args(given), None
     try:
-        run.main(_with_short_flags(given, run.get_args_parser()))
+        store = _served_by_us(job)
+        record(run.run)(job)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)  # lists the ranks that failed
     except RuntimeError as failed:
@@ -73,6 +78,8 @@ def _start(given: list[str]) -> int:
         return 128 + stopped.sigval
     else:
         return 0
+    finally:
+        del store  # The ranks needed it until now.
     return 1
 
 
@@ -104,12 +111,21 @@ def _keep_store(host: str, port: int, ended: threading.Event) -> int:
     return 0
 
 
-def _with_short_flags(given: list[str], flags: ArgumentParser) -> list[str]:
-    """``given`` with ``--nproc`` written out, up to the script: what follows it belongs to the script."""
-    flags.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)
-    of_script = flags.parse_known_args(given)[0].training_script_args
-    end = len(given) - len(of_script)
-    return [*(re.sub(r"^--nproc(?==|$)", "--nproc-per-node", argument) for argument in given[:end]), *given[end:]]
+def _served_by_us(job: Namespace) -> object:
+    """The store of a job of one host, where torch finds it: it listens at the address of the job, by default loopback.
+
+    The store of torch itself would listen on all interfaces.
+    """
+    from bagua.comm import serve_store
+
+    if job.standalone:
+        job.standalone, job.rdzv_backend, job.rdzv_endpoint, job.node_rank = False, "static", "", 0
+        job.nnodes, job.master_addr, job.master_port, job.rdzv_id = "1", _LOOPBACK, 0, "none"
+    if job.rdzv_backend != "static" or job.rdzv_endpoint or job.nnodes not in ("1", "1:1"):
+        return None
+    store, job.master_port = serve_store(job.master_addr, job.master_port or 0, shared=True)
+    job.rdzv_id = str(uuid.uuid4()) if job.rdzv_id == "none" else job.rdzv_id
+    return store
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def run_ranks(
     patience_s = 0.0
     try:
         # Ranks inherit this and never see Ctrl-C: a terminal sends it to all, and only this process must answer.
-        with held_back(signal.SIGINT), env.defaults_for_children(NAMELESS if network is not None else {}):
+        with held_back(signal.SIGINT), env.with_defaults(NAMELESS if network is not None else {}):
             for rank in range(world_size):
                 ranks.append(start(function, rank, world_size, port, arguments, network))  # noqa: PERF401  # seen by finally
         values = gather(ranks, on_report)

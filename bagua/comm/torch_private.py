@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from bagua import env
 from bagua.errors import TransportUnavailableError
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "backend_request",
     "default_store",
     "end_coalescing",
-    "lazy_gloo_options",
+    "gloo_options",
     "make_premul_sum",
     "method_of",
     "nccl_options",
@@ -92,11 +93,21 @@ def requested_backends() -> c10d.BackendConfig | None:
 # Backends.
 
 
-def lazy_gloo_options(timeout: timedelta) -> Any:
-    """Options of a Gloo backend that connects when it is first used."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
-    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    options._timeout = timeout
+def gloo_options(timeout: timedelta, hosts: int, *, lazy: bool = False) -> Any:
+    """Options of a Gloo backend, which is on the network devices that the user names, else on loopback for one host.
+
+    Args:
+        timeout: default deadline of its calls.
+        hosts: number of hosts on which its ranks live.
+        lazy: whether it connects when it is first used.
+    """
+    gloo = dist.ProcessGroupGloo
+    devices = [gloo.create_device(interface=name, lazy_init=lazy) for name in env.gloo_interfaces()]
+    if not devices and hosts == 1:
+        devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=lazy)]
+    options = gloo._Options()  # type: ignore[attr-defined]  # not in the stub
+    options._devices = devices or [gloo.create_default_device(lazy_init=lazy)]
+    options._timeout, options._threads = timeout, 2 * len(options._devices)
     return options
 
 

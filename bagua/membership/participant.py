@@ -376,7 +376,8 @@ class Participant:
             peers=[member for member in (() if epoch is None else epoch.members) if member in away],
             elapsed_s=elapsed_s,
             timeout_s=timeout_s,
-            advice="Start more processes, or pass minimum= to join_islands. A run that ended needs another name.",
+            advice="Start more processes, with the same BAGUA_TOKEN, or pass minimum= to join_islands. "
+            "A run that ended needs another name.",
         )
 
     def _check_here(self) -> None:

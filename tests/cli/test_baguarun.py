@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreters import interpreter
+from tests.launching import free_port
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 
@@ -41,3 +42,19 @@ def test_a_failed_script_is_an_exit_status_and_names_the_rank(tmp_path):
     assert done.returncode == 1
     assert "exitcode  : 3" in done.stderr
     assert "rank      : 1" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--standalone",), ("--master-port", str(free_port()))])
+def test_the_store_of_one_host_is_not_reached_from_others(flags, tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import os, socket\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "socket.create_connection((os.environ['MASTER_ADDR'], port)).close()\n"
+        "try:\n"
+        "    socket.create_connection(('127.0.0.2', port))\n"  # It reaches who listens on all interfaces.
+        "except ConnectionRefusedError:\n"
+        "    print('refused')\n"
+    )
+    done = run("--nproc", "2", *flags, str(script), "--nproc", "7")
+    assert (done.returncode, done.stdout.split()) == (0, ["refused", "refused"]), done.stderr

@@ -345,7 +345,7 @@ def test_what_torch_raises_when_it_is_set_up_is_translated(monkeypatch, comes, k
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(kind, match=r"could not be set up: wait timeout \(in init_process_group, on rank 0") as caught:
-        initialization._init_torch(store, 0, 2, "gloo", 5.0)
+        initialization._init_torch(store, 0, (0, 1), "gloo", 5.0)
     assert caught.value.peers == peers
 
 

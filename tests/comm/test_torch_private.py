@@ -20,7 +20,7 @@ from tests.versions import TORCH
 
 
 def gloo() -> Any:
-    options = torch_private.lazy_gloo_options(timedelta(seconds=5))
+    options = torch_private.gloo_options(timedelta(seconds=5), hosts=1, lazy=True)
     return dist.ProcessGroupGloo(thread_store(), 0, 1, options)
 
 

@@ -26,6 +26,7 @@ from bagua.comm.records.recorder import observers
 from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.store.asking import refuse_together
+from bagua.comm.store.keys import behind_token
 from bagua.comm.torch_private import all_groups, store_of
 from bagua.comm.transports.registry import backend_refusal
 from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError, blame
@@ -223,7 +224,7 @@ def from_torch_group(
         raise InvalidRankError("this rank is not a member of the group", argument="group", expected="a member's group")
     number = _uses_of_torch_group.get(torch_group, 0) + 1
     _uses_of_torch_group[torch_group] = number
-    store = dist.PrefixStore(f"bagua/torch_group{number}", store_of(torch_group))
+    store = dist.PrefixStore(f"bagua/torch_group{number}", behind_token(store_of(torch_group)))
     ranks = dist.get_process_group_ranks(torch_group)
     backend, rank = unwrapped(backend) or world.group.backend, dist.get_rank(torch_group)
     timeout_s = world.group.timeout_s if timeout is None else as_seconds(timeout)

@@ -23,6 +23,7 @@ from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals
 from bagua.comm.store.bounded import bounded
+from bagua.comm.store.keys import behind_token
 from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
@@ -67,6 +68,7 @@ def fresh(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) 
     Raises:
         CollectiveTimeoutError: some ranks did not come; ``peers`` names them.
     """
+    store = behind_token(store)
     with meeting("init_process_group", rank, ranks), bounded(store, timeout_s) as asked:
         attempt = come_together(asked, "init_process_group", rank, ranks, timeout_s)
     return dist.PrefixStore(f"bagua/{attempt}", store)

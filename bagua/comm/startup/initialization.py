@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,6 +37,8 @@ from bagua.errors import (
 
 #: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
 DEFAULT_TIMEOUT_S = 1800.0
+#: Network device over which nobody reaches a job of one host.
+_LOOPBACK = "lo"
 
 
 def init_process_group(
@@ -120,7 +123,7 @@ def init_process_group(
     backend = planned.choices[0][0]
     owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)
     if owns_torch:
-        _init_torch(store, rank, world_size, backend, timeout_s)
+        _init_torch(store, rank, planned.nodes, backend, timeout_s)
     ledger = Ledger()
     try:
         group = connect_first(store, rank, ranks, planned, timeout_s, ledger)
@@ -142,20 +145,28 @@ def _tell_observers(group: ProcessGroup, store: dist.Store) -> None:
         raise
 
 
-def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+def _for_gloo(nodes: Sequence[int]) -> dict[str, str]:
+    """Variables with which Gloo of torch listens on the loopback device alone, for a job of one host."""
+    alone = len(set(nodes)) == 1 and _LOOPBACK in (name for _, name in socket.if_nameindex())
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK} if alone else {}
+
+
+def _init_torch(store: dist.Store, rank: int, nodes: Sequence[int], backend: str, timeout_s: float) -> None:
     """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
     name, started = "cpu:gloo,cuda:nccl" if "nccl" in backend else "gloo", time.monotonic()
+    world_size = len(nodes)
     keys = [f"came_to_torch/{other}" for other in range(world_size)]
     with meeting("init_process_group", rank, range(world_size)):
         store.set(keys[rank], "")
     try:
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore("torch", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        with env.with_defaults(_for_gloo(nodes)):
+            dist.init_process_group(
+                name,
+                store=dist.PrefixStore("torch", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
     except RuntimeError as error:
         raise _without_torch(error, store, rank, keys, time.monotonic() - started, timeout_s) from error
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import family, leak
-from bagua.comm.store.serving import connect_store
+from bagua.comm.store.serving import connect_store, serve_store
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
@@ -85,24 +85,16 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         )
     agent_hosts = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent_hosts:
-        store = _hosted.stores[os.getpid(), port] = _host_store(address, int(port), world_size, timeout_s)
+        store = _hosted.stores[os.getpid(), port] = _host_store(address, int(port), timeout_s)
     else:
         store = _join_store(address, int(port), rank, timeout_s, by_agent=agent_hosts)
     # A restarted job must not read what the failed attempt left in the agent's store.
     return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
+def _host_store(address: str, port: int, timeout_s: float) -> dist.Store:
     try:
-        return dist.TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return serve_store(address, port, timedelta(seconds=timeout_s), shared=True)[0]
     except (RuntimeError, ValueError) as error:
         taken = "EADDRINUSE" in str(error)
         raise ConfigurationError(

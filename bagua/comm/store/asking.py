@@ -17,7 +17,7 @@ from bagua.comm.store.polled import as_bytes
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
 #: What to do about ranks that did not come.
-_ADVICE = "Look at the output of those ranks first; did they start at all?"
+_ADVICE = "Look at the output of those ranks first; did they start at all, and with the same BAGUA_TOKEN?"
 #: Outcome of an attempt that a rank has left; otherwise it is the number of ranks that met.
 _LEFT = "0"
 

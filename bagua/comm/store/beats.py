@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import Store
 
 from bagua.comm.lifetime.background import beside, bounded
-from bagua.comm.store.keys import bottom_of, read_present
+from bagua.comm.store.keys import behind_token, bottom_of, read_present
 from bagua.comm.store.serving import connect_store
 
 #: How long a server may take to answer somebody who only looks.
@@ -39,7 +39,7 @@ class Beats:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = bottom_of(store)
+        self._store = behind_token(bottom_of(store))
         self._rank = rank
         self._own: Store | None = None
         self._busy = False

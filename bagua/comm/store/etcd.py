@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
+from bagua import env
 from bagua.comm.lifetime.forks import family
 from bagua.comm.store.polled import PolledStore
 
@@ -19,7 +20,7 @@ from bagua.comm.store.polled import PolledStore
 _REQUEST_S = 0.5
 #: Operations of one transaction, of 128 that servers allow.
 _BATCH = 100
-_PREFIX = "bagua/"
+_PREFIX = "bagua"
 
 
 class EtcdStore(PolledStore):
@@ -127,7 +128,7 @@ def _encoded(value: bytes) -> str:
 
 
 def _key(key: str) -> str:
-    return _encoded(f"{_PREFIX}{key}".encode())
+    return _encoded("/".join(filter(None, [_PREFIX, env.token(), key])).encode())
 
 
 def _value(answer: dict[str, Any]) -> bytes | None:

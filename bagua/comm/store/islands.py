@@ -6,15 +6,16 @@ import re
 import socket
 import time
 
-from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore
 from torch.distributed import Store as KeyStore
 
 from bagua.checks import check_kind
 from bagua.comm.startup.rendezvous import wait_for_listener
 from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.etcd import EtcdStore
+from bagua.comm.store.keys import behind_token
 from bagua.comm.store.polled import PolledStore
-from bagua.comm.store.serving import connect_store
+from bagua.comm.store.serving import connect_store, serve_store
 from bagua.errors import ConfigurationError, StoreLostError
 
 __all__ = ["KeyStore", "close_store", "open_store", "part_of", "serve_store_at"]
@@ -54,7 +55,7 @@ def open_store(where: str, timeout_s: float) -> KeyStore:
             advice="Start one with: baguarun --serve-islands",
         )
     host, port = tcp["host"].strip("[]"), int(tcp["port"])
-    return BoundedStore(_connected(where, host, port, timeout_s), timeout_s)
+    return BoundedStore(behind_token(_connected(where, host, port, timeout_s)), timeout_s)
 
 
 def _server(text: str) -> tuple[str, int] | None:
@@ -96,7 +97,7 @@ def serve_store_at(host: str, port: int) -> tuple[KeyStore, str]:
     """A store that lives as long as the returned object, and its address.
 
     Args:
-        host: name or address of this host that others reach.
+        host: address of this host that others reach, where alone it listens; or a name, for all interfaces.
         port: 0 for any free one.
 
     Raises:
@@ -104,7 +105,7 @@ def serve_store_at(host: str, port: int) -> tuple[KeyStore, str]:
     """
     try:
         socket.getaddrinfo(host, port)
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        store, port_of_it = serve_store(host, port)
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"no store can be served there: {str(error).partition(chr(10))[0]}",
@@ -112,7 +113,7 @@ def serve_store_at(host: str, port: int) -> tuple[KeyStore, str]:
             expected="an address of this host, and a free port",
             seen=f"{host}:{port}",
         ) from error
-    return store, f"tcp://{f'[{host}]' if ':' in host else host}:{store.port}"
+    return store, f"tcp://{f'[{host}]' if ':' in host else host}:{port_of_it}"
 
 
 def close_store(store: KeyStore) -> None:

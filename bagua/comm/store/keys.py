@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import PrefixStore, Store
 
+from bagua import env
+
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
@@ -77,6 +79,12 @@ def read_present(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     present = [key for key in keys if store.check([key])]
     found = dict(zip(present, read_all(store, present) if present else [], strict=True))
     return [found.get(key) for key in keys]
+
+
+def behind_token(store: Store) -> Store:
+    """The keys of ``store`` that begin with ``BAGUA_TOKEN``; all of them where it is not set."""
+    token = env.token()
+    return PrefixStore(token, store) if token else store
 
 
 def bottom_of(store: Store) -> Store:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from datetime import timedelta
 
 from torch.distributed import HashStore, Store, TCPStore, rendezvous
 
 _LOOPBACK = "127.0.0.1"
+#: Torch's own.
+_TIMEOUT = timedelta(seconds=300)
 
 
 def thread_store() -> Store:
@@ -14,10 +18,43 @@ def thread_store() -> Store:
     return HashStore()
 
 
-def serve_store(address: str = _LOOPBACK, port: int = 0) -> tuple[Store, int]:
-    """A store at this address, and its port, a free one for 0; it lives as long as the returned object."""
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+def serve_store(
+    address: str = _LOOPBACK, port: int = 0, timeout: timedelta = _TIMEOUT, *, shared: bool = False
+) -> tuple[Store, int]:
+    """A store that listens at this address alone, and its port; it lives as long as the returned object.
+
+    Torch listens on all interfaces, whatever it is told. So it does here for a name, which may mean another address on
+    another host, and for an address that no interface has, because it is translated on the way to this host.
+
+    Args:
+        address: address of this host, ``localhost``, or a name.
+        port: 0 for any free one.
+        timeout: deadline of every later ``get`` and ``wait``.
+        shared: whether this store serves whoever in this process serves, with this option, one on the same port.
+    """
+    listener = _bound(address, port)
+    port = port if listener is None else listener.getsockname()[1]
+    store = TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=shared,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )  # fmt: skip
     return store, store.port
+
+
+def _bound(address: str, port: int) -> socket.socket | None:
+    """A socket at ``address`` alone. None for a name, and for what torch must decide: it may have a store there."""
+    try:
+        found = ipaddress.ip_address(_LOOPBACK if address == "localhost" else address)
+    except ValueError:
+        return None
+    bound = socket.socket(socket.AF_INET if found.version == 4 else socket.AF_INET6)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((str(found), port))
+    except OSError:
+        bound.close()
+        return None
+    return bound
 
 
 def connect_store(port: int, timeout_s: float, address: str = _LOOPBACK) -> Store:

@@ -94,7 +94,9 @@ def create_torch_group(
     configure_log()
     planned = plan(part, rank, everyone, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
     members = connect_first(part, rank, everyone, planned, timeout_s, Ledger(), f"torch/{name}")
-    stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
+    stand_in = CpuStandIn(
+        dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s), len(set(planned.nodes))
+    )
     backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
     starter = CallStarter(members, stand_in, backends, own)
     group = TorchGroup(part, starter)

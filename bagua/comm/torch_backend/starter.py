@@ -19,7 +19,7 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
 from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
 from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
-from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, set_default_timeout, start_coalescing
+from bagua.comm.torch_private import end_coalescing, gloo_options, set_default_timeout, start_coalescing
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
 
@@ -55,10 +55,11 @@ class CpuStandIn(dist.ProcessGroupGloo):
         rank: number of this process.
         size: number of ranks.
         timeout: default deadline of the calls of its group.
+        hosts: number of hosts on which its ranks live.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, lazy_gloo_options(timeout))
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, hosts: int) -> None:
+        super().__init__(store, rank, size, gloo_options(timeout, hosts, lazy=True))
         self.timeout_s = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

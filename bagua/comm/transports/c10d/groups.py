@@ -15,7 +15,7 @@ from bagua import env
 from bagua.checks import did_you_mean
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.torch_private import backend_request, nccl_options, plugins
+from bagua.comm.torch_private import backend_request, gloo_options, nccl_options, plugins
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
 from bagua.comm.transports.c10d.sockets import OpenSocket, let_go, open_sockets, opened_since
@@ -96,7 +96,8 @@ class GlooGroup(BackendGroup):
         # Everybody is here already, and every call brings its own deadline.
         timeout = as_timedelta(min(membership.timeout_s, self._CONNECT_S))
         before = open_sockets()
-        group = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
+        options = gloo_options(timeout, len(set(membership.nodes)))
+        group = dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
         # One to each peer, and one where Gloo listened for them.
         self._sockets: tuple[OpenSocket, ...] = opened_since(before, membership.size)
         return group

@@ -327,7 +327,7 @@ def _listen(host: str) -> socket.socket:
 
 def own_address() -> str:
     """The address of this host that Gloo takes, too: of IPv4, else of IPv6; that of the loopback device if none is."""
-    interface = env.gloo_interface()
+    interface = next(iter(env.gloo_interfaces()), None)
     for addresses in (_addresses_of_ipv4, _addresses_of_ipv6):
         with contextlib.suppress(OSError):
             for host in addresses(interface):
