@@ -18,7 +18,7 @@ import bagua.comm
 from bagua.comm.store.beats import Beats, connect_beats
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.errors import CollectiveTimeoutError, ConfigurationError
+from bagua.errors import CollectiveTimeoutError, ConfigurationError, StoreLostError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from tests.launching import free_port
@@ -170,6 +170,32 @@ def answering(*answers):
 
 
 GOOD = (200, b'{"header": {"cluster_id": "1"}, "responses": [{"response_range": {}}]}')
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_what_etcd_refuses_is_asked_once(status):
+    with answering((status, b"user name is empty")) as one, answering(GOOD) as two:
+        store = EtcdStore([one.server_address, two.server_address], timeout_s=1.0)
+        with pytest.raises(ConfigurationError, match=f"status {status}: user name is empty"):
+            store.check(["any"])
+        with pytest.raises(ConfigurationError, match="refuses what bagua asks of etcd"):
+            bagua.comm.open_store(f"etcd://127.0.0.1:{one.server_address[1]}", 1.0)
+    assert (len(one.asked), len(two.asked)) == (2, 0)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503, 504])
+def test_what_another_server_may_do_is_asked_there(status):
+    with answering((status, b"no leader")) as one, answering(GOOD) as two:
+        store = EtcdStore([one.server_address, two.server_address], timeout_s=1.0)
+        assert not store.check(["any"])
+        store.close()
+    assert (len(one.asked), len(two.asked)) == (1, 1)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"header": 1}'])
+def test_a_server_that_is_no_etcd_is_a_typed_error(body):
+    with answering((200, body)) as server, pytest.raises(StoreLostError, match="no server answers at etcd://"):
+        bagua.comm.open_store(f"etcd://127.0.0.1:{server.server_address[1]}", 0.2)
 
 
 def test_a_token_begins_keys_of_etcd(monkeypatch):

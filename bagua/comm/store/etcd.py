@@ -15,12 +15,15 @@ from torch.distributed import DistNetworkError
 from bagua import env
 from bagua.comm.lifetime.forks import family
 from bagua.comm.store.polled import PolledStore
+from bagua.errors import ConfigurationError
 
 #: Of one request to one server. A server that was stopped never answers; the next one is asked soon.
 _REQUEST_S = 0.5
 #: Operations of one transaction, of 128 that servers allow.
 _BATCH = 100
 _PREFIX = "bagua"
+#: Statuses from 400 to 499 after which another server, or the same one later, may do what was asked.
+_MAY_PASS = frozenset({http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS})
 
 
 class EtcdStore(PolledStore):
@@ -81,6 +84,8 @@ class EtcdStore(PolledStore):
             while True:
                 try:
                     return self._answer(what, body)
+                except ConfigurationError:  # No other server says otherwise.
+                    raise
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     self._next_server()
                     if time.monotonic() > deadline:
@@ -96,11 +101,27 @@ class EtcdStore(PolledStore):
         connection.request("POST", f"/v3/kv/{what}", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read()
+        if 400 <= response.status < 500 and response.status not in _MAY_PASS:
+            raise self._refusal(response.status, text)
         if response.status != http.client.OK:
             raise http.client.HTTPException(f"{response.status}: {text[:200]!r}")
-        answer: dict[str, Any] = json.loads(text)
-        self._check_cluster(answer["header"]["cluster_id"])
+        try:
+            answer: dict[str, Any] = json.loads(text)
+            self._check_cluster(answer["header"]["cluster_id"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no answer of etcd: {text[:200]!r}") from error
         return answer
+
+    def _refusal(self, status: int, text: bytes) -> ConfigurationError:
+        """What the server says will be no other on the next server of the cluster, nor later."""
+        host, port = self._servers[self._turn % len(self._servers)]
+        self.close()
+        return ConfigurationError(
+            f"{host}:{port} refuses what bagua asks of etcd",
+            argument="where",
+            expected="a server of etcd 3.4 or later, without authentication",
+            seen=f"status {status}: {text[:200].decode(errors='replace')}",
+        )
 
     def _check_cluster(self, cluster: str) -> None:
         self._cluster = self._cluster or cluster
