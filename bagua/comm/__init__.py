@@ -75,6 +75,7 @@ from torch.distributed import (
     is_torchelastic_launched as is_torchelastic_launched,
     is_ucc_available as is_ucc_available,
     is_xccl_available as is_xccl_available,
+    reduce_op as reduce_op,
 )
 from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from bagua.comm.lifetime.background import BackgroundThread as BackgroundThread

@@ -32,6 +32,7 @@ from bagua.comm import (
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
+    reduce_op,
 )
 from bagua.comm import TorchWork as Work
 from bagua.comm import (
@@ -158,6 +159,7 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_op",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

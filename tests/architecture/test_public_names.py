@@ -70,6 +70,7 @@ def test_all_lists_each_name_once_and_all_exist(name: str) -> None:
     assert [public for public in module.__all__ if not hasattr(module, public)] == []
 
 
+@pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")  # It warns whatever is asked of it.
 @pytest.mark.parametrize("name", public_modules())
 def test_every_public_name_has_a_docstring(name: str) -> None:
     module = imported(name)

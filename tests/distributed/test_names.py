@@ -26,7 +26,9 @@ SINCE = {"enable_reconfigure", "weights_only"}
 FUNCTIONS = [
     name
     for name in dist.__all__
-    if inspect.isfunction(getattr(dist, name)) and inspect.isfunction(getattr(torch.distributed, name, None))
+    if name != "reduce_op"  # It warns whatever is asked of it.
+    and inspect.isfunction(getattr(dist, name))
+    and inspect.isfunction(getattr(torch.distributed, name, None))
 ]
 
 
@@ -51,6 +53,20 @@ def test_the_names_that_scripts_use_are_there():
     assert issubclass(dist.DistBackendError, RuntimeError)
     assert dist.group.WORLD is None
     assert dist.P2POp(dist.isend, torch.ones(1), 0, dist.GroupMember.NON_GROUP_MEMBER).peer == -1
+
+
+def add_up_as_old_scripts_do():
+    tensor = torch.ones(2)
+    with pytest.warns(FutureWarning, match="reduce_op` is deprecated"):
+        dist.all_reduce(tensor, op=dist.reduce_op.SUM)
+    return tensor.tolist()
+
+
+def test_the_deprecated_class_of_reductions_is_that_of_torch(thread_ranks):
+    with pytest.warns(FutureWarning, match="please use `torch.distributed.ReduceOp`"):
+        names = dist.reduce_op.__members__
+    assert names == dist.ReduceOp.RedOpType.__members__
+    assert thread_ranks(2, add_up_as_old_scripts_do) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("function", [dist.get_rank, dist.get_world_size])
