@@ -1,0 +1,200 @@
+"""Ranks that make each call of a program through torch's Gloo, and then through each of our ways to the same names."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed
+
+import bagua.comm
+import bagua.distributed
+import bagua.torch_api
+from bagua.comm.store.serving import connect_store, serve_store
+from bagua.testing import worker
+from tests.contract.exercises import CallSetting, Exercise, as_it_is
+from tests.contract.reference import assert_same
+from tests.programs.mirror import MIRROR, REDUCING
+from tests.programs.places import Place
+
+SIZE = 3
+#: All ranks, and groups of some: numbers of ranks in a group are not those of the ranks.
+GROUPS = ((0, 1, 2), (1, 2), (0, 2))
+GLOO = "gloo of torch"
+_TIMEOUT_S, _ANSWER_S = 30.0, 90.0
+#: Gloo moves these between two ranks only.
+_OF_MESSAGES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call, on all ways.
+
+    Attributes:
+        kind: kind of call.
+        group: number of the group.
+        setting: on what, and how; ``root`` counts modulo the size of the group.
+    """
+
+    kind: str
+    group: int
+    setting: CallSetting
+
+
+def gloo_has(step: Step) -> bool:
+    """Whether torch's Gloo makes such a call."""
+    dtype = step.setting.dtype
+    if dtype in _OF_MESSAGES:
+        return step.kind in ("messages", "batch_isend_irecv")
+    if step.kind == "all_gather_single":
+        return step.setting.shape != ()
+    return not (step.kind == "gather" and dtype.is_complex)
+
+
+class FuzzedRanks:
+    """Three processes that stay, with all groups connected. After a failure the next program gets new ones."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, program: Sequence[Step]) -> None:
+        """Make all calls on all ways, and compare.
+
+        Raises:
+            AssertionError: what a rank has to say.
+        """
+        if not self._pipes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send(program)
+        waiting = list(self._pipes)
+        while waiting:
+            ready = wait(waiting, _ANSWER_S)
+            if found := "\n".join(filter(None, map(self._answer, ready))) if ready else "no rank answers":
+                self.end()  # The others may wait for ever for the one that failed.
+                raise AssertionError(found)
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+
+    def _answer(self, pipe: Any) -> str:
+        """What went wrong on a rank."""
+        try:
+            return pipe.recv()
+        except EOFError:
+            return "a rank died"
+
+    def _start(self) -> None:
+        self._store, port = serve_store()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([worker.__name__])
+        for rank in range(SIZE):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, port), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def end(self) -> None:
+        """Leave no process."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._store, self._processes, self._pipes = None, [], []
+
+
+def _serve(pipe: Connection, rank: int, port: int) -> None:
+    """Run the programs that come, until no more can come."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Torch has other plans for some of its names.
+    try:
+        bagua.comm.init_process_group(
+            store=connect_store(port, _TIMEOUT_S), rank=rank, world_size=SIZE, timeout=_TIMEOUT_S
+        )
+        ways = _ways(rank)
+        while True:
+            _run(ways, pipe.recv())
+            pipe.send("")
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(f"rank {rank}: {traceback.format_exc()}")
+
+
+def _ways(rank: int) -> dict[str, list[Place | None]]:
+    """For each way to make calls, the groups, None where this rank is no member. The first way is the truth."""
+    theirs, ours = torch.distributed, bagua.distributed
+    made = {
+        GLOO: [(theirs, theirs.new_group(list(ranks), backend="gloo")) for ranks in GROUPS],
+        "bagua.distributed": [(ours, bagua.comm.new_group(ranks)) for ranks in GROUPS],
+        "bagua.distributed on gloo": [(ours, bagua.comm.new_group(ranks, backend="gloo")) for ranks in GROUPS],
+        "backend bagua": [(theirs, theirs.new_group(list(ranks), backend="bagua")) for ranks in GROUPS],
+    }
+    return {
+        way: [
+            Place(dist, group, None, ranks, ranks.index(rank), outside=False) if rank in ranks else None
+            for (dist, group), ranks in zip(groups, GROUPS, strict=True)
+        ]
+        for way, groups in made.items()
+    }
+
+
+def _run(ways: dict[str, list[Place | None]], program: Sequence[Step]) -> None:
+    """Make all calls, wait for the asynchronous ones in another order, then compare."""
+    begun = [_begin(ways, step) for step in program]
+    for found in random.Random(sum(step.setting.seed for step in program)).sample(begun, len(begun)):
+        for exercise in found.values():
+            for work in exercise.works:
+                if work is not None:
+                    work.wait()
+    for number, (step, found) in enumerate(zip(program, begun, strict=True)):
+        with _told(number, step):
+            _compare(step, found, GROUPS[step.group])
+
+
+def _begin(ways: dict[str, list[Place | None]], step: Step) -> dict[str, Exercise]:
+    """The call on each way, if this rank has a part in it."""
+    found = {}
+    for way, places in ways.items():
+        place = places[step.group]
+        if place is None or (way == GLOO and not gloo_has(step)):
+            continue
+        # Gloo reads tensors with gaps as if they had none, and refuses others: it gets the same numbers without gaps.
+        present = as_it_is if way == GLOO else step.setting.present
+        setting = replace(step.setting, root=step.setting.root % place.size, present=present)
+        found[way] = MIRROR[step.kind](place, setting)
+    return found
+
+
+def _compare(step: Step, found: dict[str, Exercise], ranks: tuple[int, ...]) -> None:
+    truth, root = found.pop(GLOO, None), ranks[step.setting.root % len(ranks)]
+    # The order of additions is not the same among more than two.
+    roundings = len(ranks) if step.kind in REDUCING and len(ranks) > 2 else 0
+    for way, exercise in found.items():
+        exercise.check()
+        if truth is None:
+            continue
+        assert [work is None for work in exercise.works] == [work is None for work in truth.works], way
+        if step.kind == "reduce" and bagua.comm.get_rank() != root:
+            continue  # Where Gloo spoils the tensor; ours was checked.
+        for theirs, ours in zip(truth.touched, exercise.touched, strict=True):
+            assert_same(ours, theirs, way, rounding_steps=roundings)
+
+
+@contextlib.contextmanager
+def _told(number: int, step: Step) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"call {number}, {step}: {error}") from error
