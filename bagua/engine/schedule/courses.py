@@ -67,11 +67,6 @@ def layout_of(exchanges: Sequence[Exchange]) -> Hashable:
     return is_chunked(exchanges), is_between_steps(exchanges), gathers(exchanges)
 
 
-def waits_for_optimizers(exchanges: Iterable[Exchange]) -> bool:
-    """Whether something is exchanged when the optimizers have stepped."""
-    return any(one.how is None or one.how.lockstep for one in exchanges if "stepped" in (one.at, one.until))
-
-
 class Courses:
     """Makes the courses of the exchanges of each phase, and keeps what must last longer than one.
 
