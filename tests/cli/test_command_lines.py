@@ -1,9 +1,12 @@
 """What the commands answer to bad arguments, and what they print without starting anything."""
 
 import signal
+from argparse import Namespace
+from collections.abc import Callable
 
 import pytest
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing import errors
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from bagua import __version__
@@ -78,20 +81,34 @@ def test_the_doctor_wants_at_least_one_process(capsys):
     assert "expected 1 or more, got 0" in capsys.readouterr().err
 
 
+def launch_by(function: Callable[[Namespace], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``function`` stand for torchrun, which takes over the output where it records errors."""
+    monkeypatch.setattr(torch.distributed.run, "run", function)
+    monkeypatch.setattr(errors, "record", lambda function: function)
+
+
 @pytest.mark.parametrize(
-    ("given", "passed_on"),
+    ("given", "processes", "script"),
     [
-        (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc-per-node", "2", "t.py", "--nproc", "3"]),
-        (["--nproc=2", "-m", "t"], ["--nproc-per-node=2", "-m", "t"]),
-        (["--nproc_per_node", "2", "t.py"], ["--nproc_per_node", "2", "t.py"]),
-        (["--nnodes", "1", "t.py", "--", "--nproc=4"], ["--nnodes", "1", "t.py", "--", "--nproc=4"]),
+        (["--nproc", "2", "t.py", "--nproc", "3"], "2", ["--nproc", "3"]),
+        (["--nproc=2", "-m", "t"], "2", []),
+        (["--nproc_per_node", "2", "t.py"], "2", []),
+        (["--nnodes", "1", "t.py", "--", "--nproc=4"], "1", ["--nproc=4"]),
     ],
 )
-def test_baguarun_takes_nproc_and_leaves_the_script_its_own(given, passed_on, monkeypatch):
-    seen: list[list[str]] = []
-    monkeypatch.setattr(torch.distributed.run, "main", seen.append)
+def test_baguarun_takes_nproc_and_leaves_the_script_its_own(given, processes, script, monkeypatch):
+    seen: list[Namespace] = []
+    launch_by(seen.append, monkeypatch)
     assert baguarun.main(given) == 0
-    assert seen == [passed_on]
+    assert [(job.nproc_per_node, job.training_script_args) for job in seen] == [(processes, script)]
+
+
+@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--rdzv-backend", "c10d", "--rdzv-endpoint", "head:1"]])
+def test_several_hosts_meet_as_torchrun_says(flags, monkeypatch):
+    seen: list[Namespace] = []
+    launch_by(seen.append, monkeypatch)
+    assert baguarun.main([*flags, "t.py"]) == 0
+    assert seen == [torch.distributed.run.parse_args([*flags, "t.py"])]
 
 
 def test_versions(capsys):
@@ -110,27 +127,27 @@ def test_baguarun_help_shows_how_to_start_a_script_and_torchruns_flags(capsys):
 
 
 def test_a_signal_becomes_the_exit_status_that_shells_use(monkeypatch):
-    def end_by_signal(_: list[str]) -> None:
+    def end_by_signal(_: Namespace) -> None:
         raise SignalException("ended", signal.SIGTERM)
 
-    monkeypatch.setattr(torch.distributed.run, "main", end_by_signal)
+    launch_by(end_by_signal, monkeypatch)
     assert baguarun.main(["train.py"]) == 128 + signal.SIGTERM
 
 
 def test_a_launcher_whose_port_is_taken_says_so_in_one_line(monkeypatch, capsys):
-    def refuse(_: list[str]) -> None:
+    def refuse(_: Namespace) -> None:
         raise torch.distributed.DistNetworkError("no listening, name: EADDRINUSE")
 
-    monkeypatch.setattr(torch.distributed.run, "main", refuse)
-    assert baguarun.main(["--master-port", "1", "train.py"]) == 1
+    launch_by(refuse, monkeypatch)
+    assert baguarun.main(["--nnodes", "2", "--master-port", "1", "train.py"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("baguarun: the port is taken: pass another --master-port")
 
 
 def test_what_else_a_launcher_raises_stays(monkeypatch):
-    def refuse(_: list[str]) -> None:
+    def refuse(_: Namespace) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(torch.distributed.run, "main", refuse)
+    launch_by(refuse, monkeypatch)
     with pytest.raises(RuntimeError, match="something else"):
         baguarun.main(["train.py"])
