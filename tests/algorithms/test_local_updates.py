@@ -44,16 +44,17 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory
 from tests.contract.algorithms import AlgorithmContract, spread
 from tests.harness import (
+    OptimizerMaker,
     State,
     assert_close,
     assert_same_on_all_ranks,
-    batch,
     loss_of,
     mlp,
     seeded,
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import Loop
 from tests.versions import needs
 
 STEPS = 13
@@ -107,23 +108,25 @@ def test_what_has_phases_or_a_delay_resumes_at_each_step_and_knows_no_scale(algo
     contract.test_the_scale_of_the_loss_changes_nothing(algorithm, pool)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.5)
 
 
-def train(algorithm: Algorithm | str, steps: Iterable[int] = range(STEPS)) -> State:
-    return train_and_watch(algorithm, steps)[-1]
+def train(algorithm: Algorithm | str) -> State:
+    return train_and_watch(algorithm)[-1]
 
 
-def train_and_watch(algorithm: Algorithm | str, steps: Iterable[int] = range(STEPS)) -> list[State]:
-    """The weights when each ``optimizer.step()`` has returned."""
-    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    watched = []
-    for number in steps:
-        train_steps(wrapped, optimizer, rank, [number])
-        watched.append(snapshot(model))
+def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp) -> Loop:
+    return Loop("with_bagua", make, optimizer_of, algorithm=algorithm)
+
+
+def train_and_watch(algorithm: Algorithm | str, steps: int = STEPS, finish: bool = False) -> list[State]:
+    """The weights when each ``optimizer.step()`` has returned, and after a closing exchange."""
+    loop = loop_of(algorithm, functools.partial(mlp, bagua.comm.get_rank()))
+    watched = [loop.train() for _ in range(steps)]
+    if finish:
+        loop.wrapped.bagua_finish()
+        watched.append(snapshot(loop.model))
     return watched
 
 
@@ -132,7 +135,7 @@ class Replicas:
 
     def __init__(self, size: int) -> None:
         self.models = [mlp() for _ in range(size)]
-        self.optimizers = [optimizer_of(model) for model in self.models]
+        self.optimizers = [optimizer_of(model.parameters()) for model in self.models]
         self.named = [dict(model.named_parameters()) for model in self.models]
 
     def step(self, number: int) -> None:
@@ -160,35 +163,13 @@ def mean_of(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
          DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.5, outer_momentum=0.2)),
         (DiLoCoAlgorithm(4, fragments=1, fragment_order="bytes"), DiLoCoAlgorithm(4)),
         (DiLoCoAlgorithm(4, start_after=100), Algorithm.init("gradient_allreduce")),
+        # As long as the inner optimizer is linear in the gradient, momentum included.
+        (LocalSGDAlgorithm(1), Algorithm.init("gradient_allreduce")),
     ],
 )  # fmt: skip
 def test_special_cases_are_equal(thread_ranks, one, other):
     for state, expected in zip(thread_ranks(2, train, one), thread_ranks(2, train, other), strict=True):
         assert_close(state, expected)
-
-
-@pytest.mark.threads
-def test_local_sgd_after_each_step_is_gradient_averaging(thread_ranks):
-    """As long as the inner optimizer is linear in the gradient, momentum included."""
-    averaged = thread_ranks(2, train, "gradient_allreduce")
-    local = thread_ranks(2, train, LocalSGDAlgorithm(1))
-    assert_same_on_all_ranks(local)
-    assert_close(local[0], averaged[0])
-
-
-@pytest.mark.threads
-def test_one_rank_alone_looks_ahead(thread_ranks):
-    replicas = Replicas(1)
-    slow = replicas.weights()[0]
-    for number in range(STEPS):
-        replicas.step(number)
-        if number % 4 == 3:
-            with torch.no_grad():
-                for name, fast in replicas.named[0].items():
-                    slow[name] += 0.5 * (fast - slow[name])
-                    fast.copy_(slow[name])
-    lookahead = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.5, outer_momentum=0.0)
-    assert_close(thread_ranks(1, train, lookahead)[0], snapshot(replicas.models[0]))
 
 
 # Against the papers.
@@ -219,13 +200,11 @@ def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_rank
 
 
 def train_on_a_schedule(algorithm: Algorithm) -> State:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    loop = loop_of(algorithm)
     for number in range(STEPS):
-        optimizer.param_groups[0]["lr"] = RATE / (1 + number)
-        train_steps(wrapped, optimizer, rank, [number])
-    return snapshot(model)
+        loop.optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+        loop.train()
+    return snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -234,7 +213,7 @@ def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(threa
 
     def skip() -> tuple[State, str]:
         rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(model.parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         wrapped: Any = with_bagua(model, [optimizer], SlowMoAlgorithm(2, beta=0.5))
         for number in range(4):
@@ -347,10 +326,15 @@ def test_nothing_of_before_comes_into_weights_that_are_loaded(thread_ranks, algo
     thread_ranks(2, load)
 
 
+NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
 class Streaming:
     """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
 
-    def __init__(self, size: int, every: int, fragments: int, overlap: int, keep: float | None) -> None:
+    def __init__(
+        self, size: int, every: int, fragments: int, overlap: int, keep: float | None, outer: OptimizerMaker = NESTEROV
+    ) -> None:
         self.replicas = Replicas(size)
         self.every, self.overlap, self.keep = every, overlap, keep
         self.anchor = {name: torch.nn.Parameter(one) for name, one in self.replicas.weights()[0].items()}
@@ -358,10 +342,7 @@ class Streaming:
         self.cut = [
             [f"{one}.{kind}" for one in layers[p::fragments] for kind in ("weight", "bias")] for p in range(fragments)
         ]
-        self.outer = [
-            torch.optim.SGD([self.anchor[name] for name in names], lr=0.7, momentum=0.9, nesterov=True)
-            for names in self.cut
-        ]
+        self.outer = [outer([self.anchor[name] for name in names]) for names in self.cut]
         self.sent: dict[tuple[int, int], list[dict[str, torch.Tensor]]] = {}
 
     def step(self, t: int) -> None:
@@ -378,7 +359,7 @@ class Streaming:
     def apply(self, p: int, sent: list[dict[str, torch.Tensor]]) -> None:
         before = {name: self.anchor[name].clone() for name in self.cut[p]}
         for name, value in before.items():
-            self.anchor[name].grad = value - mean_of(sent, name)
+            self.anchor[name].grad = torch.stack([value - one[name] for one in sent]).mean(dim=0)
         self.outer[p].step()
         for named, start in zip(self.replicas.named, sent, strict=True):
             for name in before:
@@ -389,25 +370,17 @@ class Streaming:
 
 
 @pytest.mark.threads
-def test_what_was_learned_while_a_difference_was_on_its_way_is_sent_once(thread_ranks):
-    """The anchor of one rank, with an outer step of the whole difference, is where that rank is: nothing changes."""
-    algorithm = DiLoCoAlgorithm(3, overlap=1, mix="add", outer="sgd", outer_lr=1.0, outer_momentum=0.0)
-    (watched,), alone = thread_ranks(1, train_and_watch, algorithm), Replicas(1)
-    for t in range(STEPS):
-        alone.step(t)
-        assert_close(watched[t], alone.weights()[0])
-
-
-@pytest.mark.threads
 @pytest.mark.parametrize("mix", ["blend", "add"])
-@pytest.mark.parametrize(("every", "fragments", "overlap"), [(6, 3, 2), (5, 2, 4), (4, 1, 0)])
-def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragments, overlap, mix):
+@pytest.mark.parametrize(
+    ("size", "every", "fragments", "overlap"), [(2, 6, 3, 2), (2, 5, 2, 4), (2, 4, 1, 0), (1, 4, 1, 0), (1, 3, 1, 1)]
+)
+def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, size, every, fragments, overlap, mix):
     """Fragment p is applied after steps t with t mod H = (p + 1) H // P mod H, from weights ``overlap`` steps older."""
     blend = 0.5 if mix == "blend" and overlap else 0.0
-    expected = Streaming(2, every, fragments, overlap, None if mix == "add" else blend)
+    expected = Streaming(size, every, fragments, overlap, None if mix == "add" else blend)
     options = {"fragments": fragments, "overlap": overlap, "mix": mix, "blend": blend}
     algorithm = DiLoCoAlgorithm(every, **options, outer_lr=0.7, outer_momentum=0.9)
-    watched = thread_ranks(2, train_and_watch, algorithm)
+    watched = thread_ranks(size, train_and_watch, algorithm)
     for t in range(1, STEPS + 1):
         expected.step(t)
         for rank, model in enumerate(expected.replicas.models):
@@ -437,7 +410,7 @@ def test_an_outer_sgd_gets_other_pieces_than_parameters(thread_ranks, monkeypatc
 
 
 #: The passes over memory of an outer step that subtracts the weights first, and a value of one weight.
-SEVERAL, NESTEROV = {"foreach": False}, {"lr": 0.7, "momentum": 0.6, "nesterov": True}
+SEVERAL, ONCE = {"foreach": False}, {"lr": 0.7, "momentum": 0.6, "nesterov": True}
 
 
 def outer_step_alone(algorithm: Algorithm, value: float) -> State:
@@ -446,7 +419,7 @@ def outer_step_alone(algorithm: Algorithm, value: float) -> State:
     # A parameter of no elements, one that is not stored row by row, and one with something left over at its end.
     model = nn.Sequential(nn.Conv2d(3, 8, 2).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8, 9))
     model.register_parameter("nothing", nn.Parameter(torch.empty(0, 4)))
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model.parameters())
     wrapped = with_bagua(model, [optimizer], algorithm)
     for number in range(6):
         optimizer.zero_grad()
@@ -467,7 +440,7 @@ def test_one_rank_subtracts_and_steps_in_one_pass(thread_ranks, monkeypatch, val
     monkeypatch.setattr(
         bagua.buckets.Bucket, "subtract_weights", lambda *args, **named: filled.append(1) or subtract(*args, **named)
     )
-    algorithms = [DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, **NESTEROV, **more)) for more in ({}, SEVERAL)]
+    algorithms = [DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, **ONCE, **more)) for more in ({}, SEVERAL)]
     (state,) = thread_ranks(1, outer_step_alone, algorithms[0], value)
     assert len(filled) == (0 if value == 0.5 else 1 if not math.isfinite(value) else 2)
     (expected,) = thread_ranks(1, outer_step_alone, algorithms[1], value)
@@ -512,7 +485,7 @@ class MadeTensors(TorchDispatchMode):
 
 def made_in_an_outer_step(dtype: torch.dtype) -> list[str]:
     model = nn.Linear(96, 96, bias=False).to(dtype)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model.parameters())
     wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1, anchor_dtype="weights"))
     train = functools.partial(wrapped, torch.ones(2, 96, dtype=dtype))
     for _ in range(2):  # The first outer step makes what is remembered.
@@ -545,7 +518,7 @@ def both_post_local_sgd() -> tuple[State, State]:
     rank, every = bagua.comm.get_rank(), 3
     model = mlp()
     averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
-    optimizer = PostLocalSGDOptimizer(optimizer_of(model), averager)
+    optimizer = PostLocalSGDOptimizer(optimizer_of(model.parameters()), averager)
     train_steps(model, optimizer, rank, range(STEPS))
     return train(LocalSGDAlgorithm(every)), snapshot(model)
 
@@ -574,20 +547,23 @@ def test_ranks_train_together_first(thread_ranks):
     assert_same_on_all_ranks([watched[8] for watched in later])  # 4 steps after the fifth
 
 
-def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State, State]:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    before = snapshot(model)
-    train_steps(wrapped, optimizer, rank, range(3))
-    loss_of(wrapped, rank, 3).backward()
-    if rank == 1:
+def step_with_nan(loop: Loop, spoilt: int | None = 1) -> None:
+    loop.optimizer.zero_grad()
+    loop.backward()
+    if loop.rank == spoilt:
         with torch.no_grad():
-            next(model.parameters())[0, 0] = float("nan")
-    optimizer.step()
+            next(loop.model.parameters())[0, 0] = float("nan")
+    loop.optimizer.step()
+
+
+def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State, State]:
+    loop = loop_of(algorithm)
+    before = snapshot(loop.model)
+    loop.train(3)
+    step_with_nan(loop)
     if settle:  # What is under way comes in.
-        wrapped._bagua_engine.reducer.formation.flush()
-    return before, snapshot(model)
+        loop.wrapped._bagua_engine.reducer.formation.flush()
+    return before, snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -606,21 +582,17 @@ def uncleared_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def train_with_gaps(algorithm: Algorithm, *, spoilt: int | None = None) -> State:
-    """The weights after two steps; there are gaps between the parameters."""
-    rank = bagua.comm.get_rank()
+def with_gaps() -> nn.Module:
+    """There are gaps between the parameters."""
     with seeded():
-        model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4))
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    train_steps(wrapped, optimizer, rank, [0])
-    optimizer.zero_grad()
-    loss_of(wrapped, rank, 1).backward()
-    if rank == spoilt:
-        with torch.no_grad():
-            next(model.parameters())[0, 0] = float("nan")
-    optimizer.step()
-    return snapshot(model)
+        return nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4))
+
+
+def train_with_gaps(algorithm: Algorithm, *, spoilt: int | None = None) -> State:
+    loop = loop_of(algorithm, with_gaps)
+    loop.train()
+    step_with_nan(loop, spoilt)
+    return snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -655,7 +627,7 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
     def wrap() -> None:
         model = mlp()
         with pytest.raises(ConfigurationError, match=problem):
-            with_bagua(model, [optimizer_of(model)], DiLoCoAlgorithm(2, outer=outer))
+            with_bagua(model, [optimizer_of(model.parameters())], DiLoCoAlgorithm(2, outer=outer))
 
     thread_ranks(2, wrap)
 
@@ -663,22 +635,11 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
 @pytest.mark.threads
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
 def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
-    replicas = Replicas(2)
-    anchor = {name: nn.Parameter(one) for name, one in replicas.weights()[0].items()}
-    outer = kind(anchor.values(), lr=0.1)
-    for number in range(STEPS):
-        replicas.step(number)
-        if number % 4 == 3:
-            weights = replicas.weights()
-            for name, one in anchor.items():
-                one.grad = torch.stack([one.detach() - theirs[name] for theirs in weights]).mean(dim=0)
-            outer.step()
-            with torch.no_grad():
-                for named in replicas.named:
-                    for name, one in anchor.items():
-                        named[name].copy_(one)
+    expected = Streaming(2, 4, 1, 0, 0.0, functools.partial(kind, lr=0.1))
+    for t in range(1, STEPS + 1):
+        expected.step(t)
     results = thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1)))
-    for result, model in zip(results, replicas.models, strict=True):
+    for result, model in zip(results, expected.replicas.models, strict=True):
         assert_close(result, snapshot(model))
 
 
@@ -701,16 +662,14 @@ class Halting(torch.optim.SGD):
 )
 def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(thread_ranks, monkeypatch, options):
     def fail() -> None:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(2, outer=Outer(Halting, lr=0.5), **options))
-        train_steps(wrapped, optimizer, 0, range(3))
-        assert wrapped.bagua_state_dict()["step"] == 3
+        loop = loop_of(DiLoCoAlgorithm(2, outer=Outer(Halting, lr=0.5), **options))
+        loop.train(3)
+        assert loop.wrapped.bagua_state_dict()["step"] == 3
         monkeypatch.setattr(Halting, "out_of_memory", True)
         with pytest.raises(RuntimeError, match="out of memory"):
-            train_steps(wrapped, optimizer, 0, range(3, 6))
+            loop.train(3)
         with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved.*out of memory"):
-            wrapped.bagua_state_dict()
+            loop.wrapped.bagua_state_dict()
 
     thread_ranks(1, fail)
 
@@ -733,42 +692,38 @@ def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_rank
         raise KeyboardInterrupt
 
     def train_interrupted() -> None:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        train_steps(wrapped, optimizer, 0, range(3))
-        assert wrapped.bagua_state_dict()["step"] == 3
-        for course in wrapped._bagua_engine.reducer.execution.courses.courses:
+        loop = loop_of(algorithm)
+        loop.train(3)
+        assert loop.wrapped.bagua_state_dict()["step"] == 3
+        for course in loop.wrapped._bagua_engine.reducer.execution.courses.courses:
             for track in course.tracks:
                 if begins:
                     track.memory.settle = functools.partial(settle_and_interrupt, track.memory)
                 track.bucket.write_weights = interrupt
         with pytest.raises(KeyboardInterrupt):
-            train_steps(wrapped, optimizer, 0, range(3, 6))
+            loop.train(3)
         with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved: KeyboardInterrupt"):
-            wrapped.bagua_state_dict()
+            loop.wrapped.bagua_state_dict()
 
     thread_ranks(1, train_interrupted)
 
 
 @pytest.mark.threads
-def test_a_state_can_be_saved_when_the_learning_rate_is_0(thread_ranks):
+def test_slow_momentum_needs_a_learning_rate(thread_ranks):
     """The error comes before anything has changed."""
 
     def train_without_a_rate() -> None:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], SlowMoAlgorithm(2))
-        train_steps(wrapped, optimizer, 0, range(2))
-        train_steps(wrapped, optimizer, 0, [2])
-        optimizer.param_groups[0]["lr"] = 0.0
-        anchor = wrapped.bagua_state_dict()
-        with pytest.raises(ConfigurationError, match="divides by the learning rate"):
-            train_steps(wrapped, optimizer, 0, [3])
-        for name, one in wrapped.bagua_state_dict()["parameters"].items():
+        loop = loop_of(SlowMoAlgorithm(2))
+        loop.train(3)
+        loop.optimizer.param_groups[0]["lr"] = 0.0
+        anchor = loop.wrapped.bagua_state_dict()
+        with pytest.raises(ConfigurationError, match=r"divides by the learning rate.*which is 0"):
+            loop.train()
+        for name, one in loop.wrapped.bagua_state_dict()["parameters"].items():
             assert all(torch.equal(value, anchor["parameters"][name][key]) for key, value in one.items())
 
-    thread_ranks(1, train_without_a_rate)
+    for size in (1, 2):
+        thread_ranks(size, train_without_a_rate)
 
 
 @MUON
@@ -784,7 +739,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
+        with seeded():
+            self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
 
     def forward(self, rows: torch.Tensor, *, left: bool) -> torch.Tensor:
         return (self.left if left else self.right)(rows)
@@ -792,19 +748,15 @@ class Branches(nn.Module):
 
 def train_branches(algorithm: Algorithm) -> tuple[State, int]:
     """The weights after eight steps; rank 1 never uses the right half, and has no gradient of it."""
-    rank = bagua.comm.get_rank()
-    with seeded():
-        model = Branches()
-    optimizer = optimizer_of(model)
-    wrapped: Any = with_bagua(model, [optimizer], algorithm)
+    loop = loop_of(algorithm, Branches)
     for number in range(8):
-        optimizer.zero_grad()
-        left = rank == 1 or number % 2 == 0
-        wrapped(torch.full((2, 4), 1.0 + rank), left=left).square().mean().backward()
-        assert (model.right.weight.grad is None) == left
-        optimizer.step()
-    hooks = sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
-    return snapshot(model), hooks
+        loop.optimizer.zero_grad()
+        left = loop.rank == 1 or number % 2 == 0
+        loop.wrapped(torch.full((2, 4), 1.0 + loop.rank), left=left).square().mean().backward()
+        assert (loop.model.right.weight.grad is None) == left
+        loop.optimizer.step()
+    hooks = sum(len(one._post_accumulate_grad_hooks or ()) for one in loop.model.parameters())
+    return snapshot(loop.model), hooks
 
 
 @pytest.mark.threads
@@ -837,7 +789,7 @@ class Encoder(nn.Module):
 def train_in_uncommon_ways() -> State:
     """Four steps: by a method, in a reentrant checkpoint, through ``autograd.grad`` besides, and by two passes."""
     rank, model = bagua.comm.get_rank(), Encoder()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model.parameters())
     wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4))
     rows = torch.full((2, 8), 1.0 + rank)
     for forward in (wrapped.encode, lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
@@ -916,23 +868,19 @@ def test_everything_but_the_exchange_is_ordinary_local_training(thread_ranks):
         assert_close(state, expected)
 
 
-def through_other_doors() -> list[State]:
-    ends = []
-    rank = bagua.comm.get_rank()
-    model = mlp(rank)
-    optimizer = optimizer_of(model)
-    wrapped, _ = bagua.torch_api.bagua_init(model, optimizer, distributed_algorithm="diloco")
-    train_steps(wrapped, optimizer, rank, range(2))
-    wrapped.switch_to(Algorithm.init("local_sgd", sync_every=2))
-    train_steps(wrapped, optimizer, rank, range(2, 4))
-    ends.append(snapshot(model))
-    return ends
-
-
 @pytest.mark.threads
 def test_other_doors_take_them(thread_ranks):
-    for states in zip(*thread_ranks(2, through_other_doors), strict=True):
-        assert_same_on_all_ranks(states)
+    def train_and_switch() -> State:
+        loop = Loop(
+            lambda *made: bagua.torch_api.bagua_init(*made, distributed_algorithm="diloco")[0],
+            functools.partial(mlp, bagua.comm.get_rank()),
+            optimizer_of,
+        )
+        loop.train(2)
+        loop.switch_to(Algorithm.init("local_sgd", sync_every=2))
+        return loop.train(2)
+
+    assert_same_on_all_ranks(thread_ranks(2, train_and_switch))
 
 
 @pytest.mark.parametrize(
@@ -985,21 +933,6 @@ def test_the_outer_optimizer_follows_the_period_unless_it_is_given():
     assert optimizer(20, outer_momentum=0.0) == Outer(torch.optim.SGD, lr=0.7, momentum=0.0, nesterov=False)
 
 
-def train_at_rate_zero() -> None:
-    model = mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], SlowMoAlgorithm(2))
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), [0])
-    optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(ConfigurationError, match="which is 0"):
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), [1])
-
-
-@pytest.mark.threads
-def test_slow_momentum_needs_a_learning_rate(thread_ranks):
-    thread_ranks(2, train_at_rate_zero)
-
-
 # Eager.
 
 
@@ -1032,70 +965,21 @@ class Eager:
 @pytest.mark.threads
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
+    """The closing exchange takes in what is left of the last period: here without a momentum of it."""
     expected = Eager(3, momentum)
     algorithm = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.7, outer_momentum=momentum, eager=True)
-    watched = thread_ranks(3, train_and_watch, algorithm)
-    for number in range(STEPS):
+    watched = thread_ranks(3, train_and_watch, algorithm, 12, True)
+    for number in range(12):
         expected.replicas.step(number)
         if number % 4 == 3:
             expected.end_period()
         for rank, model in enumerate(expected.replicas.models):
             assert_close(watched[rank][number], snapshot(model))
-
-
-def double_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
-    """``train_steps`` in double precision."""
-    optimizer.zero_grad()
-    inputs, targets = (one.double() for one in batch(rank, number))
-    nn.functional.mse_loss(model(inputs), targets).backward()
-    optimizer.step()
-
-
-def train_and_finish(algorithm: Algorithm, steps: int) -> tuple[State, State]:
-    """The weights after the last step, and after the closing exchange; in double precision."""
-    rank, model = bagua.comm.get_rank(), mlp().double()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    for number in range(steps):
-        double_step(wrapped, optimizer, rank, number)
-    last = snapshot(model)
-    wrapped.bagua_finish()
-    return last, snapshot(model)
-
-
-@pytest.mark.threads
-def test_eager_steps_telescope(thread_ranks):
-    """Without momentum, ranks differ by what each learned in the last period; the closing exchange takes all of it in.
-
-    ``Theta_i = Theta - rate (D^1 + ... + D^(T-1) + D_i^T / n)``.
-    """
-    rate, size, every = 0.5, 3, 4
-    start, replicas = {name: one.double() for name, one in snapshot(mlp()).items()}, Replicas(size)
-    for model in replicas.models:
-        model.double()
-    total = {name: torch.zeros_like(one) for name, one in start.items()}
-    anchors = [start] * size
-    own = [start] * size
-    for number in range(3 * every):
-        for rank in range(size):
-            double_step(replicas.models[rank], replicas.optimizers[rank], rank, number)
-        if number % every == every - 1:
-            own = [
-                {name: anchor[name] - one for name, one in weights.items()}
-                for anchor, weights in zip(anchors, replicas.weights(), strict=True)
-            ]
-            anchors = [{name: start[name] - rate * (total[name] + mine[name] / size) for name in start} for mine in own]
-            total = {name: one + mean_of(own, name) for name, one in total.items()}
-            for model, anchor in zip(replicas.models, anchors, strict=True):
-                model.load_state_dict(anchor)
-    algorithm = DiLoCoAlgorithm(every, outer="sgd", outer_lr=rate, outer_momentum=0.0, eager=True)
-    results = thread_ranks(size, train_and_finish, algorithm, 3 * every)
-    assert_same_on_all_ranks([closed for _, closed in results])
-    for rank, (last, closed) in enumerate(results):
-        for name, one in last.items():
-            apart = -rate * (own[rank][name] - own[0][name]) / size
-            assert torch.allclose(one - results[0][0][name], apart, rtol=0, atol=1e-12)
-            assert torch.allclose(closed[name], start[name] - rate * total[name], rtol=0, atol=1e-12)
+    closed = [one[-1] for one in watched]
+    assert_same_on_all_ranks(closed)
+    for name, anchor in expected.anchors[0].items() if not momentum else ():
+        late = mean_of(expected.last, name) - expected.last[0][name] / 3
+        torch.testing.assert_close(closed[0][name], anchor.detach() - 0.7 * late)
 
 
 # The end.
@@ -1125,28 +1009,21 @@ def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algori
 
 
 def finish_and_go_on(algorithm: Algorithm) -> tuple[State, State, State]:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    train_steps(wrapped, optimizer, rank, range(7))
-    before = snapshot(model)
-    wrapped.bagua_finish()
-    after = snapshot(model)
-    train_steps(wrapped, optimizer, rank, range(7, 12))
-    return before, after, snapshot(model)
+    loop = loop_of(algorithm)
+    before = loop.train(7)
+    loop.wrapped.bagua_finish()
+    return before, snapshot(loop.model), loop.train(5)
 
 
-def average_and_go_on(algorithm: Algorithm, *, look: bool) -> tuple[State, State]:
-    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+def look_and_go_on(algorithm: Algorithm) -> tuple[State, State]:
+    loop = loop_of(algorithm, functools.partial(mlp, bagua.comm.get_rank()))
     inside: State = {}
     for number in range(STEPS):
-        train_steps(wrapped, optimizer, rank, [number])
-        if look and number in (4, 7, 9):
-            with wrapped.bagua_global_average():
-                inside = snapshot(model)
-    return inside, snapshot(model)
+        loop.train()
+        if number in (4, 7, 9):
+            with loop.wrapped.bagua_global_average():
+                inside = snapshot(loop.model)
+    return inside, snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -1157,27 +1034,32 @@ def average_and_go_on(algorithm: Algorithm, *, look: bool) -> tuple[State, State
 )
 def test_a_look_at_the_mean_of_all_ranks_changes_nothing(thread_ranks, algorithm):
     watched = thread_ranks(2, train_and_watch, algorithm)
-    looked = thread_ranks(2, functools.partial(average_and_go_on, look=True), algorithm)
+    looked = thread_ranks(2, look_and_go_on, algorithm)
     assert_same_on_all_ranks([inside for inside, _ in looked])
     assert_close(looked[0][0], {name: mean_of([one[9] for one in watched], name) for name in watched[0][9]})
     for (_, end), steps in zip(looked, watched, strict=True):
         assert all(torch.equal(one, steps[-1][name]) for name, one in end.items())
 
 
-def train_normalized(*, average_buffers: bool) -> list[State]:
-    rank = bagua.comm.get_rank()
+def normalized() -> nn.Module:
     with seeded():
-        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers))
-    watched = []
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+
+def train_normalized(*, average_buffers: bool) -> list[State]:
+    loop, watched = loop_of(DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers), normalized), []
+
+    def look() -> None:
+        watched.append({name: one.detach().clone() for name, one in loop.model.named_buffers()})
+
     for number in range(3):
         if number == 1:
-            model[1].running_mean = model[1].running_mean.clone()  # as load_state_dict(assign=True)
-        train_steps(wrapped, optimizer, rank, [number])
-        watched.append({name: one.detach().clone() for name, one in model.named_buffers()})
-    wrapped.bagua_finish()
-    return [*watched, {name: one.detach().clone() for name, one in model.named_buffers()}]
+            loop.model[1].running_mean = loop.model[1].running_mean.clone()  # as load_state_dict(assign=True)
+        loop.train()
+        look()
+    loop.wrapped.bagua_finish()
+    look()
+    return watched
 
 
 @pytest.mark.threads
@@ -1199,21 +1081,17 @@ def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
 
 
 def save_on_the_way(algorithm: Algorithm) -> dict[str, Any]:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    train_steps(wrapped, optimizer, rank, range(7))
-    return {"model": snapshot(model), "algorithm": wrapped.bagua_state_dict()}
+    loop = loop_of(algorithm)
+    return {"model": loop.train(7), "algorithm": loop.wrapped.bagua_state_dict()}
 
 
 def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]:
-    rank, model = bagua.comm.get_rank(), mlp(5)
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    wrapped.bagua_load_state_dict(saved["algorithm"])
-    model.load_state_dict(saved["model"])
-    train_steps(wrapped, optimizer, rank, range(7, 12))
-    return wrapped.bagua_state_digest(), snapshot(model)
+    loop = loop_of(algorithm, functools.partial(mlp, 5))
+    loop.wrapped.bagua_load_state_dict(saved["algorithm"])
+    loop.model.load_state_dict(saved["model"])
+    loop.step = 7
+    end = loop.train(5)
+    return loop.wrapped.bagua_state_digest(), end
 
 
 @pytest.mark.threads

@@ -86,7 +86,7 @@ class Loop:
     def backward(self) -> None:
         self.loss().backward()  # type: ignore[no-untyped-call]
 
-    def switch_to(self, algorithm: str) -> None:
+    def switch_to(self, algorithm: str | bagua.algorithms.Algorithm) -> None:
         """Train with another algorithm from now on."""
         if self.wrapped is self.model:
             by_with_bagua(self.model, self.optimizer, algorithm=algorithm)
