@@ -26,17 +26,14 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
 
 
-def train(algorithm: Algorithm, **options: object) -> State:
-    model = mlp(bagua.comm.get_rank())
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
-    return snapshot(model)
+def train(algorithm: Algorithm) -> State:
+    return Loop("with_bagua", lambda: mlp(bagua.comm.get_rank()), algorithm=algorithm).train(6)
 
 
 class TestByLayer(AlgorithmContract):

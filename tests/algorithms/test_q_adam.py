@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 
@@ -32,21 +34,16 @@ LR, WARMUP, BETA1, BETA2, EPS, DECAY = 0.01, 3, 0.8, 0.9, 0.01, 0.1
 STEPS = 10
 
 
-def optimizer_of(model: torch.nn.Module, **options: object) -> QAdamOptimizer:
-    return QAdamOptimizer(
-        model.parameters(), lr=LR, warmup_steps=WARMUP, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, **options
-    )
+def qadam(parameters: Iterable[torch.nn.Parameter]) -> QAdamOptimizer:
+    return QAdamOptimizer(parameters, lr=LR, warmup_steps=WARMUP, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
 
 
-def train(algorithm: QAdamAlgorithm, **options: object) -> tuple[State, State]:
-    """Weights and momenta."""
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, **options)
-    train_steps(wrapped, optimizer, rank, range(STEPS))
-    momenta = {name: optimizer.momentum(parameter).clone() for name, parameter in model.named_parameters()}
-    return snapshot(model), momenta
+def loop_of(algorithm: QAdamAlgorithm | str = "qadam") -> Loop:
+    return Loop("with_bagua", make_optimizer=qadam, algorithm=algorithm, bucket_bytes=10**6)
+
+
+def train(algorithm: QAdamAlgorithm) -> State:
+    return loop_of(algorithm).train(STEPS)
 
 
 # The simulation: float64, no code of the package but the model and the data.
@@ -117,20 +114,20 @@ def taken_apart(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tens
 
 def train_and_record() -> list[Moments]:
     """Weights and moments before each step, and at the end."""
-    model = mlp()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
-    history = []
+    loop, history = loop_of(), []
     for step in range(STEPS + 1):
-        moments = [(optimizer.momentum(p), optimizer.state[p]["exp_avg_sq"]) for p in model.parameters()]
         history.append(
             [
-                (p.detach().double(), m.double(), v.double())
-                for p, (m, v) in zip(model.parameters(), moments, strict=True)
+                (
+                    p.detach().double(),
+                    loop.optimizer.momentum(p).double(),
+                    loop.optimizer.state[p]["exp_avg_sq"].double(),
+                )
+                for p in loop.model.parameters()
             ]
         )
         if step < STEPS:
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
+            loop.train()
     return history
 
 
@@ -162,9 +159,9 @@ def test_flat_and_hierarchical_differ_only_between_hosts(thread_ranks):
     flat = thread_ranks(3, train, QAdamAlgorithm(hierarchical=False))
     one_host = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True))
     hosts = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True), hosts=[2, 1])
-    assert_same_on_all_ranks([flat[0][0], one_host[0][0]])
-    assert_same_on_all_ranks([weights for weights, _ in hosts])
-    assert any(not torch.equal(flat[0][0][name], value) for name, value in hosts[0][0].items())
+    assert_same_on_all_ranks([flat[0], one_host[0]])
+    assert_same_on_all_ranks(hosts)
+    assert any(not torch.equal(flat[0][name], value) for name, value in hosts[0].items())
 
 
 def test_parameter_groups_keep_their_own_betas(thread_ranks):
@@ -189,18 +186,15 @@ def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thre
     """The gradient that is left leads to the momentum, so it may be scaled and clipped like any other."""
 
     def train_scaled(scale: float) -> tuple[State, list[float]]:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
-        norms = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            (loss_of(wrapped, bagua.comm.get_rank(), step) * scale).backward()
-            for parameter in model.parameters():
+        loop, norms = loop_of(), []
+        for _ in range(STEPS):
+            loop.optimizer.zero_grad()
+            (loop.loss() * scale).backward()
+            for parameter in loop.model.parameters():
                 parameter.grad.div_(scale)
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.step()
-        return snapshot(model), norms
+            norms.append(float(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)))
+            loop.optimizer.step()
+        return snapshot(loop.model), norms
 
     plain = thread_ranks(2, train_scaled, 1.0)
     scaled = thread_ranks(2, train_scaled, 1024.0)
@@ -215,17 +209,14 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_step_only(thread_ranks):
     """Its block becomes NaN as a whole, with the padding between parameters that lies in it."""
 
     def train_past_an_infinity() -> list[bool]:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
-        finite = []
+        loop, finite = loop_of(), []
         for step in range(WARMUP + 3):
-            optimizer.zero_grad()
-            factor = float("inf") if step == WARMUP and bagua.comm.get_rank() == 0 else 1.0
-            (loss_of(wrapped, bagua.comm.get_rank(), step) * factor).backward()
-            finite.append(all(parameter.grad.isfinite().all() for parameter in model.parameters()))
+            loop.optimizer.zero_grad()
+            factor = float("inf") if step == WARMUP and loop.rank == 0 else 1.0
+            (loop.loss() * factor).backward()
+            finite.append(all(parameter.grad.isfinite().all() for parameter in loop.model.parameters()))
             if finite[-1]:
-                optimizer.step()
+                loop.optimizer.step()
         return finite
 
     assert thread_ranks(2, train_past_an_infinity) == [[True] * WARMUP + [False, True, True]] * 2
@@ -239,7 +230,7 @@ def test_it_is_found_under_its_names():
 
 
 def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it():
-    optimizer = optimizer_of(mlp())
+    optimizer = qadam(mlp().parameters())
     declaration = QAdamAlgorithm(optimizer, hierarchical=False)
     assert repr(declaration) == "QAdamAlgorithm(hierarchical=False)"
     assert declaration == QAdamAlgorithm(hierarchical=False)
@@ -250,11 +241,10 @@ def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it(
 
 def test_the_optimizer_may_be_named(thread_ranks):
     def train_named(named: bool) -> State:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm(optimizer if named else None))
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
-        return snapshot(model)
+        def wrap(model: torch.nn.Module, optimizer: QAdamOptimizer, **_: object) -> torch.nn.Module:
+            return with_bagua(model, [optimizer], QAdamAlgorithm(optimizer if named else None))
+
+        return Loop(wrap, make_optimizer=qadam).train(5)
 
     assert_same_on_all_ranks([thread_ranks(2, train_named, True)[0], thread_ranks(2, train_named, False)[0]])
 
@@ -263,14 +253,14 @@ def test_the_optimizer_may_be_named(thread_ranks):
 def test_models_that_it_cannot_train_are_refused_when_they_are_wrapped(thread_ranks, case):
     def wrap() -> str:
         model = mlp()
-        algorithm, optimizers = QAdamAlgorithm(), [optimizer_of(model)]
+        algorithm, optimizers = QAdamAlgorithm(), [qadam(model.parameters())]
         first, *others = model.parameters()
         if case == "other optimizer":
             optimizers = [torch.optim.Adam(model.parameters())]
         elif case == "one parameter":
             optimizers = [QAdamOptimizer(others), torch.optim.SGD([first], lr=0.1)]
         elif case == "not the named one":
-            algorithm = QAdamAlgorithm(optimizer_of(model))
+            algorithm = QAdamAlgorithm(qadam(model.parameters()))
         elif case == "two warm-ups":
             optimizers = [QAdamOptimizer(others), QAdamOptimizer([first], warmup_steps=7)]
         with pytest.raises(ConfigurationError) as caught:
@@ -286,17 +276,13 @@ def test_models_that_it_cannot_train_are_refused_when_they_are_wrapped(thread_ra
 
 def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
     def train_and_reset() -> State:
-        model = mlp()
-        optimizer = optimizer_of(model)
-        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
-        rank = bagua.comm.get_rank()
-        train_steps(wrapped, optimizer, rank, range(5))
-        wrapped._bagua_engine.reducer.formation.reset(hierarchical_reduce=False)
-        train_steps(wrapped, optimizer, rank, range(5, STEPS))
-        return snapshot(model)
+        loop = loop_of()
+        loop.train(5)
+        loop.wrapped._bagua_engine.reducer.formation.reset(hierarchical_reduce=False)
+        return loop.train(STEPS - 5)
 
     whole = thread_ranks(2, train, QAdamAlgorithm())
-    assert_same_on_all_ranks([whole[0][0], *thread_ranks(2, train_and_reset)])
+    assert_same_on_all_ranks([whole[0], *thread_ranks(2, train_and_reset)])
 
 
 @pytest.mark.parametrize(

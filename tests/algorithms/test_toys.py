@@ -17,10 +17,9 @@ from tests.harness import (
     loss_of,
     mlp,
     reference,
-    sgd,
     snapshot,
-    train_steps,
 )
+from tests.parallel.wrapping import Loop
 
 pytestmark = pytest.mark.threads
 
@@ -59,13 +58,10 @@ def plain_sgd(parameters):
 
 
 def _train(algorithm: Algorithm, steps: int, **options: object) -> State:
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
-    train_steps(wrapped, optimizer, rank, range(steps))
-    wrapped.bagua_state_dict()  # Completes what is owed.
-    return snapshot(model)
+    loop = Loop("with_bagua", make_optimizer=plain_sgd, algorithm=algorithm, **options)
+    loop.train(steps)
+    loop.wrapped.bagua_state_dict()  # Completes what is owed.
+    return snapshot(loop.model)
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:
@@ -109,12 +105,7 @@ def test_a_result_with_lag_1_is_used_one_step_later(thread_ranks):
 
 
 def _train_without_completing(steps: int) -> State:
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], DelayedGossip(), bucket_bytes=1000)
-    train_steps(wrapped, optimizer, rank, range(steps))
-    return snapshot(model)
+    return Loop("with_bagua", make_optimizer=plain_sgd, algorithm=DelayedGossip()).train(steps)
 
 
 def test_an_exchange_after_the_optimizer_sees_the_updated_weights(thread_ranks):
@@ -194,17 +185,13 @@ def test_an_algorithm_that_owns_the_optimizer_steps_during_backward(thread_ranks
 
 def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(thread_ranks):
     def train() -> tuple[list[list[int]], State, State]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], WarmsUp(warmup_steps=3), bucket_bytes=1000)
-        sizes, totals = [], {}
-        for step in range(6):
-            train_steps(wrapped, optimizer, rank, [step])
-            sizes.append([bucket.numel % 6 for bucket in wrapped.bagua_buckets])
-            for name, parameter in model.named_parameters():
+        loop, sizes, totals = Loop("with_bagua", algorithm=WarmsUp(warmup_steps=3)), [], {}
+        for _ in range(6):
+            loop.train()
+            sizes.append([bucket.numel % 6 for bucket in loop.wrapped.bagua_buckets])
+            for name, parameter in loop.model.named_parameters():
                 totals[name] = totals.get(name, 0) + parameter.grad
-        remembered = wrapped.bagua_state_dict()
+        remembered = loop.wrapped.bagua_state_dict()
         saved = {name: state["total"] for name, state in _parameters_of(remembered).items()}
         return sizes, saved, totals
 
