@@ -162,19 +162,25 @@ def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, algorithm):
     assert "loaded" not in caplog.text
 
 
-def _train_on_the_same_data(gradient: float) -> None:
+def _train_on_the_same_data(algorithm: str, gradient: float) -> None:
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    model = with_bagua(layer, [optimizer], "gradient_allreduce")
+    model = with_bagua(layer, [optimizer], algorithm)
     for _ in range(2):
         (model(torch.ones(1, 2)).sum() * gradient).backward()
         optimizer.step()
 
 
-@pytest.mark.parametrize(("size", "gradient", "times"), [(2, 1.0, 1), (1, 1.0, 0), (2, 0.0, 0)])
-def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, size, gradient, times):
+@pytest.mark.parametrize(
+    ("algorithm", "size", "gradient", "times"),
+    [
+        *(("gradient_allreduce", *case) for case in ((2, 1.0, 1), (1, 1.0, 0), (2, 0.0, 0))),
+        *((name, 2, 1.0, 1) for name in ("local_sgd", "decentralized", "diloco")),  # Buckets exist from the start.
+    ],
+)
+def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, algorithm, size, gradient, times):
     with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(size, _train_on_the_same_data, gradient)
+        thread_ranks(size, _train_on_the_same_data, algorithm, gradient)
     assert caplog.text.count("computed the same gradient in the first step") == times
 
 
@@ -557,19 +563,3 @@ def test_what_is_not_finite_and_whole_numbers_must_be_equal(thread_ranks, first,
         return differ_by_rounding([own], bagua.comm.get_default_group().global_communicator)
 
     assert thread_ranks(2, compare) == [alike, alike]
-
-
-def _train_alone_on_the_same_data(algorithm: str) -> None:
-    layer = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    model = with_bagua(layer, [optimizer], algorithm)
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized", "diloco"])
-def test_ranks_whose_buckets_exist_from_the_start_are_told_of_equal_data_too(thread_ranks, caplog, algorithm):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, _train_alone_on_the_same_data, algorithm)
-    assert caplog.text.count("computed the same gradient in the first step") == 1
