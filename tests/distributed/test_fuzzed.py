@@ -57,6 +57,7 @@ def fuzzed_ranks() -> Iterator[FuzzedRanks]:
     ranks.end()
 
 
+@pytest.mark.timeout(3_600)  # 50,000 calls take about ten minutes.
 def test_programs_give_what_gloo_gives(fuzzed_ranks: FuzzedRanks) -> None:
     seen: list[Step] = []
 
