@@ -154,8 +154,8 @@ class _ForAllShards(How):
         return self.inner.alone
 
     @property
-    def exact(self) -> bool:
-        return self.inner.exact
+    def contraction(self) -> float | None:
+        return self.inner.contraction
 
     @property
     def tells_lost(self) -> bool:
@@ -168,11 +168,8 @@ class _ForAllShards(How):
     def check_dtype(self, dtype: torch.dtype) -> None:
         self.inner.check_dtype(dtype)
 
-    def ranks(self, group: ProcessGroup) -> float:
-        return self.inner.ranks(group)
-
-    def scale(self, ranks: float) -> float:
-        return self.inner.scale(ranks)
+    def scale(self, group: ProcessGroup) -> float:
+        return self.inner.scale(group)
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Exchange, and agree: what is not finite elsewhere is dropped here, too, and the whole replica goes back."""

@@ -87,17 +87,12 @@ class SumReducer(ABC):
         return ()
 
     @property
-    def exact(self) -> bool:
-        """Whether nothing is lost but by rounding."""
-        return False
-
-    @property
     def contraction(self) -> float | None:
         """Which part of the square of any block each compression keeps, as ``Codec.contraction``; None if unknown.
 
         Feedback does not change that: it brings what is lost with later calls.
         """
-        return 1.0 if self.exact else None
+        return None
 
     @abstractmethod
     def reduce(

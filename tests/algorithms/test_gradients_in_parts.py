@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -80,7 +79,8 @@ def test_parts_that_overlap_replace_gradients_once():
 class OwnShare(Replace):
     """Gradients become what this rank sent, once it is known to have been sent."""
 
-    keeps_sent: ClassVar[bool] = True
+    def start(self, flight: Flight) -> None:
+        flight.keep()
 
     def fold(self, flight: Flight) -> None:
         assert flight.sent is not None

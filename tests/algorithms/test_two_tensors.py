@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, Difference, Every, Exchange, Flight, How, Replace, Then, Weights, What
+from bagua.algorithms import Algorithm, Difference, Every, Exchange, Flight, How, Replace, Then, Weights
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
@@ -56,9 +56,6 @@ class Weigh(Then):
     """Weights as the model has them, which are divided by the mass, or as they are sent and stepped, which are not."""
 
     for_model: bool
-
-    def writes(self, what: What | None) -> frozenset[str]:
-        return frozenset({"weights"})
 
     def state(self) -> tuple[State, ...]:
         return (State("mass", _one, per="flat"),)

@@ -24,7 +24,6 @@ from bagua.algorithms import (
     Replace,
     Then,
     Weights,
-    What,
 )
 from bagua.comm import ProcessGroup, Work
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
@@ -68,13 +67,13 @@ class RoundedMean(How):
 
     grain: float
 
-    exact: ClassVar[bool] = False  # type: ignore[misc]
+    contraction: ClassVar[float | None] = None  # type: ignore[misc]
 
     def state(self) -> tuple[State, ...]:
         return State("residual"), State("committed", _zero, per="flat", scope="shared")
 
-    def scale(self, ranks: float) -> float:
-        return 1.0 / ranks
+    def scale(self, group: ProcessGroup) -> float:
+        return 1.0 / group.size
 
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         flat, grain = flight.flat, self.grain * flight.loss_scale
@@ -115,11 +114,6 @@ class Descend(Then):
     """A local action: step each bucket with its own gradients."""
 
     learning_rate: float
-
-    alone: ClassVar[bool] = True
-
-    def writes(self, what: What | None) -> frozenset[str]:
-        return frozenset({"weights"})
 
     def fold(self, flight: Flight) -> None:
         bucket = flight.bucket

@@ -139,7 +139,7 @@ def exchange_nothing(self: How, flight: Flight, group: ProcessGroup) -> None:
 
 def exchange_exact_mean(self: How, flight: Flight, group: ProcessGroup) -> None:
     """A mutation: the exact mean over all ranks, where something cheaper was promised."""
-    divided = self.scale(flight.ranks) != 1.0
+    divided = flight.scale != 1.0
     group.global_communicator.allreduce(flight.flat, ReduceOp.SUM if divided else ReduceOp.AVG)
 
 
@@ -274,7 +274,7 @@ class AlgorithmContract:
         promise = self.promise_of(algorithm)
         if promise == "bounded":
             self.assert_noticed(algorithm, pool, monkeypatch, exchange_exact_mean)
-        if promise == "consensus" and not all(how.uniform and how.exact for how in hows_of(algorithm)):
+        if promise == "consensus" and not all(how.uniform and how.contraction == 1.0 for how in hows_of(algorithm)):
             own = pool.run(train, algorithm, size=4)
             replace_exchanges(algorithm, monkeypatch, exchange_exact_mean)
             mutated = pool.run(train, algorithm, size=4)

@@ -14,6 +14,9 @@ from bagua.primitives import State
 #: Points at which gradients are sent, and replaced.
 _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 
+#: What nothing may be missing of; of a change of it some may.
+_IN_FULL = {"weights", "buffers"}
+
 _WHOLE = Parts(1, "strided")
 
 #: Where what starts at a point is folded, unless it says otherwise; others at the point itself.
@@ -72,17 +75,17 @@ class Exchange:
         check_kind(str, "a word", label=self.label)
         if "buffers" in self.needs and self.parts.by == "arrival":
             object.__setattr__(self, "parts", _WHOLE)
-        self.then.check(self.what)
         self._settle_points()
+        self.then.check(self)
         _check_places(self)
         _check_gradients(self)
         _check_states(self)
         _check_contraction(self)
-        _check_lost(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
-        at: Point = self.at or (self.what.at if self.what is not None and self.how is not None else "bucket ready")
+        after = self.how is not None and "gradients" not in self.needs
+        at: Point = self.at or ("stepped" if after else "bucket ready")
         check_choice(POINTS, at=at)
         until: Point = self.until or (at if self.how is None else _FOLDED.get(at, at))
         check_choice(POINTS, until=until)
@@ -108,8 +111,8 @@ class Exchange:
 
     @property
     def alone(self) -> bool:
-        """Whether it does something on a group of one rank."""
-        return self.then.alone or (self.how is not None and self.how.alone)
+        """Whether it does something on a group of one rank: locally, by its ``how``, or to what ``then`` remembers."""
+        return self.how is None or self.how.alone or bool(self.then.state())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -118,8 +121,8 @@ class Exchange:
 
     @property
     def writes(self) -> frozenset[str]:
-        """What it changes."""
-        return self.then.writes(self.what)
+        """What it changes: what it sends; a local action the weights, too."""
+        return self.needs if self.how is not None else self.needs | {"weights"}
 
     def states(self) -> tuple[State, ...]:
         """All that it remembers. What follows an anchor of one rank belongs to that rank as well."""
@@ -195,7 +198,7 @@ def _check_states(exchange: Exchange) -> None:
 def _check_contraction(exchange: Exchange) -> None:
     what, how = exchange.what, exchange.how
     kept = 1.0 if how is None else how.contraction
-    if what is not None and what.in_full and how is not None and not (kept is None or kept >= LEAST_CONTRACTION):
+    if kept is not None and kept < LEAST_CONTRACTION and exchange.needs <= _IN_FULL:
         raise ConfigurationError(
             f"{how!r} may keep only {kept:.2%} of the square of a block, and weights would become what is left",
             argument="how",
@@ -205,38 +208,18 @@ def _check_contraction(exchange: Exchange) -> None:
         )
 
 
-def _check_lost(exchange: Exchange) -> None:
-    if exchange.then.keeps_lost and not (exchange.how is not None and exchange.how.tells_lost and exchange.at_once):
-        raise ConfigurationError(
-            f"{exchange.then!r} leaves in the weights of each rank what is lost of its part",
-            argument="how",
-            expected="a mean to which each rank sends for itself, without error feedback and at once",
-            seen=repr(exchange),
-            advice="Use hierarchical=False, and no islands or hosts that train as one.",
-        )
-
-
 def _check_lag(exchange: Exchange) -> None:
     """Feedback with a delay beyond the period does not converge, and residuals of overlapping flights are lost."""
     if exchange.how is None or exchange.what is None:
         return
-    if exchange.then.lag_is_period and exchange.lag != exchange.when.steps:
-        raise ConfigurationError(
-            f"{exchange.then!r} ends one flight where the next one starts",
-            argument="lag",
-            expected=f"the period, which is {exchange.when.steps}",
-            seen=exchange.lag,
-        )
     limit, why = None, ""
     folds_first = POINTS.index(exchange.folds_at) <= POINTS.index(exchange.starts_at)
-    if exchange.what.max_lag is not None:
-        limit, why = exchange.what.max_lag, f"{exchange.what!r} is needed in the same step"
-    elif "gradients" in exchange.writes & exchange.needs and folds_first:
+    if "gradients" in exchange.writes & exchange.needs and folds_first:
         limit, why = 0, "late gradients would take the place of those that are to be sent"
     elif (exchange.writes & exchange.needs) - {"gradients"} or exchange.states():
         limit = exchange.when.steps - (0 if folds_first else 1)
         why = "a flight has to come back before the next one of the same part starts"
-    loses = exchange.then.overwrites and "weights" in exchange.writes and _spans_an_update(exchange)
+    loses = exchange.then.replaces and "weights" in exchange.writes and _spans_an_update(exchange)
     if loses and exchange.lag >= exchange.when.steps:
         limit = exchange.when.steps - 1
         why = (

@@ -30,24 +30,14 @@ class What(ABC):
     """What is sent. Subclasses are frozen dataclasses.
 
     Attributes:
-        reads: ``weights``, ``gradients``, or names of other things.
-        in_place: it is made of ``bucket.gradients``, which have been multiplied by ``flight.scale`` when they were
-            gathered. With no lag it is sent from there, and the result stays there.
-        exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
-            without a copy.
-        from_anchor: it is the anchor minus the weights, as both are.
-        in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
-        max_lag: the largest lag that makes sense; None for any.
-        at: point where an exchange of it starts, unless it says otherwise.
+        reads: ``weights``, ``gradients``, ``anchor`` where it is a difference, or names of other things.
+        in_place: it is sent from where it lies. Weights are put into memory that the transport can read without a copy.
+            Gradients have been multiplied by ``flight.scale`` when they were gathered; with no lag the result stays
+            in their place.
     """
 
     reads: ClassVar[frozenset[str]]
     in_place: ClassVar[bool] = False
-    exchangeable_weights: ClassVar[bool] = False
-    from_anchor: ClassVar[bool] = False
-    in_full: ClassVar[bool] = False
-    max_lag: ClassVar[int | None] = None
-    at: ClassVar[Point] = "stepped"
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
@@ -84,19 +74,14 @@ class How(ABC):
         return True
 
     @property
-    def exact(self) -> bool:
-        """Whether the result is that of exact arithmetic, up to rounding."""
-        return True
-
-    @property
     def tells_lost(self) -> bool:
         """Whether it writes to ``flight.lost`` what is lost of what this rank sends, and feeds none of it back."""
         return False
 
     @property
     def contraction(self) -> float | None:
-        """Which part of the square of any block reaches the others at least; None if unknown."""
-        return 1.0 if self.exact else None
+        """Which part of the square of any block reaches the others at least: 1.0 if all of it; None if unknown."""
+        return 1.0
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
@@ -134,12 +119,8 @@ class How(ABC):
         """Whether ``run`` waits for a call that it starts, instead of returning its ``Work``."""
         return True
 
-    def ranks(self, group: ProcessGroup) -> float:
-        """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
-        return group.size
-
-    def scale(self, ranks: float) -> float:
-        """Factor on what is sent, for so many ``ranks``; costs nothing where it is copied anyway."""
+    def scale(self, group: ProcessGroup) -> float:
+        """Factor on what is sent, as one over the number of ranks for a mean; costs nothing where it is copied."""
         return 1.0
 
     @abstractmethod
@@ -158,39 +139,18 @@ class Then(ABC):
     """What becomes of the result. Subclasses are frozen dataclasses.
 
     Attributes:
-        keeps_sent: ``flight.sent`` is needed.
-        keeps_lost: ``flight.lost`` is needed.
-        alone: does something on a group of one rank, too.
-        whole: needs to know whether the results of a whole part are finite.
-        replaces: True if the values that were there before are lost.
-        lag_is_period: a flight is folded right before the next one starts, and not at any other time.
-        reads_rates: needs learning rates.
+        replaces: True if the values that were there before are lost, with what optimizers have done since the start.
     """
 
-    keeps_sent: ClassVar[bool] = False
-    keeps_lost: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
-    lag_is_period: ClassVar[bool] = False
-    reads_rates: ClassVar[bool] = False
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether nothing is left of what optimizers have done between start and fold."""
-        return self.replaces
-
-    def check(self, what: What | None) -> None:
-        """Refuse what it cannot take in.
+    def check(self, exchange: Any) -> None:
+        """Refuse an exchange whose results it cannot take in.
 
         Raises:
             ConfigurationError: it cannot.
         """
         return
-
-    def writes(self, what: What | None) -> frozenset[str]:
-        """What it changes: ``weights``, ``gradients``, or names of other things."""
-        return frozenset() if what is None else what.reads
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
@@ -208,12 +168,8 @@ class Then(ABC):
         """The buckets were formed, or the exchange has become part of the algorithm."""
         return
 
-    def steps_toward_weights(self, flight: Flight) -> bool:
-        """Whether ``fold`` does without ``flight.flat`` where that would be the anchor minus the weights."""
-        return False
-
     def start(self, flight: Flight) -> None:
-        """The flight is about to start, from ``flight.flat``."""
+        """The flight is about to start. ``flight.keep`` keeps what is sent."""
         return
 
     @abstractmethod

@@ -20,23 +20,23 @@ class Flight:
         step: number of the training step in which it started, from 0.
         t: number of that step in its phase, from 1.
         round: how many times this exchange has started in its phase, this time included.
-        ranks: how many contributions like this one make one mean; see ``How.ranks``.
         loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``, and where no
             gradients are sent.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.
-        finite: at the fold, whether the results of the whole part are finite; looked at for ``Then.whole``, and where
-            all ranks get the same weights.
+        finite: at the fold, whether the results of the whole part are finite; looked at for outer steps, and
+            where all ranks get the same weights.
         diverged: True if something of the same model that other ranks hold was not finite when it was sent.
         bucket: bucket of the parameters.
         memory: state that is remembered of them, and buffers.
-        reads: names of what the exchange sends; see ``What.reads``.
+        what: is sent; None for a local action.
         model: names, parameters and optimizers.
         flat: values to send, laid out like the bucket; after ``How.run`` the result.
-        unfilled: writes ``flat``, which nobody has done yet; None otherwise. See ``Then.steps_toward_weights``.
-        sent: a copy of what was sent, before the factor, if ``Then.keeps_sent``.
-        lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.keeps_lost``.
+        unfilled: ``flat`` is written when it is read for the first time.
+        sent: a copy of what was sent, before the factor, if ``Then.start`` has kept it.
+        lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.start`` wants it.
+        take: takes memory like ``flat`` until the flight is over.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
     """
@@ -47,16 +47,13 @@ class Flight:
             "diverged",
             "early",
             "finite",
-            "flat",
             "loss_scale",
             "lost",
             "memory",
             "model",
             "prepared",
-            "ranks",
-            "reads",
         ),
-        *("rescale", "round", "scale", "sent", "step", "t", "unfilled", "wait"),
+        *("rescale", "round", "scale", "sent", "step", "t", "take", "unfilled", "wait", "what", "_flat"),
     )
 
     def __init__(
@@ -65,19 +62,18 @@ class Flight:
         step: int,
         t: int,
         round: int,  # noqa: A002 - the word of topologies
-        ranks: float,
         loss_scale: float,
         scale: float,
         bucket: Bucket,
         memory: ReducerMemory,
         model: Model,
         flat: torch.Tensor,
-        reads: frozenset[str] = frozenset(),
+        take: Callable[[], torch.Tensor],
+        what: Any = None,
         prepared: Any = None,
         wait: Callable[[], object],
     ) -> None:
         self.step, self.t, self.round = step, t, round
-        self.ranks = ranks
         self.loss_scale = loss_scale
         self.scale = scale
         self.rescale = 1.0
@@ -87,13 +83,26 @@ class Flight:
         self.bucket = bucket
         self.memory = memory
         self.model = model
+        self.unfilled = False
         self.flat = flat
-        self.unfilled: Callable[[Flight], None] | None = None
-        self.reads = reads
+        self.take = take
+        self.what = what
         self.sent: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
         self.prepared = prepared
         self.wait = wait
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Values to send, or the result."""
+        if self.unfilled and self.what is not None:
+            self.unfilled = False
+            self.what.fill(self)
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: torch.Tensor) -> None:
+        self._flat = flat
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -102,14 +111,18 @@ class Flight:
 
     def is_finite(self) -> bool:
         """Whether ``flat`` has no Inf or NaN; waits for the device."""
-        if self.unfilled is not None:
-            # If even the squares of the weights are finite, so are differences between them and an anchor.
-            if all(math.isfinite(torch.dot(weights, weights)) for weights in self.bucket.memory()):
-                return True
-            self.unfilled(self)
-            self.unfilled = None
+        # If even the squares of the weights are finite, so are differences between them and an anchor.
+        if self.unfilled and all(math.isfinite(torch.dot(weights, weights)) for weights in self.bucket.memory()):
+            return True
         total = self.flat.sum(dtype=torch.promote_types(self.flat.dtype, torch.float32))
         return bool(total.isfinite()) or bool(self.flat.isfinite().all())  # A sum may overflow.
+
+    def keep(self) -> None:
+        """Keep what is sent, without the factor, by which gradients in their place are multiplied already."""
+        self.sent = self.take().copy_(self.flat)
+        what = self.what
+        if what is not None and what.in_place and "gradients" in what.reads and self.scale != 1.0:
+            self.sent.div_(self.scale)
 
     def scratch(self, name: str) -> torch.Tensor:
         """Memory like ``flat``, whose contents do not matter."""
@@ -126,6 +139,6 @@ class Flight:
     def learning_rates(self) -> list[float]:
         """For each parameter the learning rate of its optimizer in the step that the exchange follows.
 
-        Only for ``Then.reads_rates``. 0.0 where there is no optimizer.
+        For outer steps; others see those that optimizers have now. 0.0 where there is no optimizer.
         """
         return [self.model.rate_of(parameter) for parameter in self.bucket.parameters]

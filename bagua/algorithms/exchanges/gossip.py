@@ -166,9 +166,9 @@ class DifferenceMix(How):
         return False
 
     @property
-    def exact(self) -> bool:
-        """Differences are compressed."""
-        return False
+    def contraction(self) -> None:
+        """What the codec loses of a difference comes with the next."""
+        return None
 
     def state(self) -> tuple[State, ...]:
         """Two estimates, which the first exchange starts."""

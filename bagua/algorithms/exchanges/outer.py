@@ -6,17 +6,20 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua.algorithms.exchanges.fields import Then, What
+from bagua.algorithms.exchanges.fields import Then
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.values import Add, Blend, Replace
 from bagua.buckets import Bucket
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
+
+if TYPE_CHECKING:
+    from bagua.algorithms.exchanges.exchange import Exchange
 
 _REPLACE = Replace()
 #: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.
@@ -27,12 +30,13 @@ _LINE_NUMEL = 16
 _Division = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-def check_has_anchor(what: What | None) -> tuple[State, ...]:
+def check_has_anchor(exchange: Exchange) -> tuple[State, ...]:
     """Refuse to step an anchor where there is none; return what is remembered where it is.
 
     Raises:
-        ConfigurationError: ``what`` is no difference.
+        ConfigurationError: what is sent is no difference.
     """
+    what = exchange.what
     if what is None or "anchor" not in what.reads:
         raise ConfigurationError(
             "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
@@ -182,31 +186,27 @@ class OuterStep(Then):
     optimizer: Outer
     land: Replace | Blend | Add | Retain = _REPLACE
 
-    alone: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
         check_kind((Replace, Blend, Add, Retain), "Replace(), Blend(...), Add() or Retain()", land=self.land)
 
     @property
-    def overwrites(self) -> bool:
+    def replaces(self) -> bool:  # type: ignore[override]
         """As the weights follow."""
-        return isinstance(self.land, Retain) or self.land.overwrites
+        return isinstance(self.land, Retain) or self.land.replaces
 
-    @property
-    def keeps_sent(self) -> bool:  # type: ignore[override]
-        """Weights that keep what was learned meanwhile must not keep what was sent: it would be sent again."""
-        return isinstance(self.land, Add)
-
-    @property
-    def keeps_lost(self) -> bool:  # type: ignore[override]
-        """Where weights keep it."""
-        return isinstance(self.land, Retain)
-
-    def check(self, what: What | None) -> None:
-        """Refuse what has no anchor."""
-        check_has_anchor(what)
+    def check(self, exchange: Exchange) -> None:
+        """Refuse what has no anchor; and to keep what is lost, where that is fed back, or lost of a sum."""
+        check_has_anchor(exchange)
+        how = exchange.how
+        if isinstance(self.land, Retain) and not (how is not None and how.tells_lost and exchange.at_once):
+            raise ConfigurationError(
+                f"{self!r} leaves in the weights of each rank what is lost of its part",
+                argument="how",
+                expected="a mean to which each rank sends for itself, without error feedback and at once",
+                seen=repr(exchange),
+                advice="Use hierarchical=False, and no islands or hosts that train as one.",
+            )
 
     def state(self) -> tuple[State, ...]:
         """What the optimizer remembers."""
@@ -241,6 +241,13 @@ class OuterStep(Then):
             seen=repr(self.optimizer),
         )
 
+    def start(self, flight: Flight) -> None:
+        """Know what weights are to keep, or not to keep: what was sent would be sent again."""
+        if isinstance(self.land, Add):
+            flight.keep()
+        if isinstance(self.land, Retain):
+            flight.lost = flight.take().zero_()
+
     @torch.no_grad()
     def fold(self, flight: Flight) -> None:
         """Step, and let the weights follow."""
@@ -248,15 +255,12 @@ class OuterStep(Then):
             with flight.memory.changing():
                 self._follow(flight, flight.state["anchor"])
 
-    def steps_toward_weights(self, flight: Flight) -> bool:
-        """On a CPU, where the optimizer can subtract and step in one pass over memory."""
-        anchor, flat = flight.state["anchor"], flight.flat
-        alike = anchor.dtype == flat.dtype and anchor.device == flat.device
-        return alike and isinstance(self.land, Replace) and self.optimizer.fuses_subtraction(anchor)
-
     def _follow(self, flight: Flight, anchor: torch.Tensor) -> None:
         if isinstance(self.land, Replace):
-            _step(self.optimizer, flight, anchor, flight.flat if flight.unfilled is None else None)
+            # On a CPU, one pass over memory subtracts and steps.
+            alike = anchor.dtype == flight.bucket.dtype and anchor.device == flight.bucket.device
+            fuses = flight.unfilled and alike and self.optimizer.fuses_subtraction(anchor)
+            _step(self.optimizer, flight, anchor, None if fuses else flight.flat)
             flight.bucket.write_weights(anchor)
             return
         stepped = anchor.clone()
@@ -375,19 +379,24 @@ class EagerStep(Then):
 
     optimizer: Outer
 
-    alone: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    keeps_sent: ClassVar[bool] = True
-    lag_is_period: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
 
-    def check(self, what: What | None) -> None:
-        """Refuse what has no anchor of its own on each rank."""
-        if any(one.scope != "local" for one in check_has_anchor(what)):
+    def check(self, exchange: Exchange) -> None:
+        """Refuse what has no anchor of its own on each rank, and a flight that does not end where the next starts."""
+        if any(one.scope != "local" for one in check_has_anchor(exchange)):
             raise ConfigurationError(
-                "ranks step anchors of their own", argument="what", expected='Difference(scope="local")', seen=what
+                "ranks step anchors of their own",
+                argument="what",
+                expected='Difference(scope="local")',
+                seen=exchange.what,
+            )
+        if exchange.how is not None and exchange.lag != exchange.when.steps:
+            raise ConfigurationError(
+                f"{self!r} ends one flight where the next one starts",
+                argument="lag",
+                expected=f"the period, which is {exchange.when.steps}",
+                seen=exchange.lag,
             )
 
     def state(self) -> tuple[State, ...]:
@@ -397,13 +406,14 @@ class EagerStep(Then):
     @torch.no_grad()
     def start(self, flight: Flight) -> None:
         """Step with this rank's part, and with what the others have learned in the period before."""
+        flight.keep()
         assert flight.sent is not None
         others = flight.state.pop(_OTHERS, None)
         if not torch.isfinite(flight.sent).all():
             go_back(flight, flight.state["anchor"])
             own = torch.zeros_like(flight.sent)
         else:
-            own = flight.sent / flight.ranks
+            own = flight.sent / (1.0 / flight.scale)
         with flight.memory.changing():
             self._step(flight, own if others is None else own.add_(others))
             flight.bucket.write_weights(flight.state["anchor"])
@@ -415,7 +425,7 @@ class EagerStep(Then):
         # A tensor of its own: the next flight may have the memory of this one.
         others = flight.flat.clone() if flight.finite else torch.zeros_like(flight.flat)
         if torch.isfinite(flight.sent).all():  # Else nothing of it was taken in at the start.
-            others.sub_(flight.sent, alpha=1.0 / flight.ranks)
+            others.sub_(flight.sent, alpha=flight.scale)
         if not flight.early:
             flight.state[_OTHERS] = others
             return

@@ -34,7 +34,9 @@ def check_exchanges(exchanges: Sequence[Exchange]) -> None:
         if both_replace and _meet(one, other):
             raise _contradiction("both replace gradients in one step", one, other, "steps in which one of them is due")
     for one, other in itertools.permutations(exchanges, 2):
-        if one.how is not None and one.then.replaces and one.writes & other.writes and _is_undone(one, other):
+        # An outer step goes on from its anchor, whatever became of the weights meanwhile.
+        sends_whole = one.how is not None and "anchor" not in one.needs
+        if sends_whole and one.then.replaces and one.writes & other.writes and _is_undone(one, other):
             raise _contradiction(
                 "the first one replaces what the second one writes while it is on its way", one, other, "Add()"
             )
@@ -107,7 +109,8 @@ def promise_of(phases: Sequence[Sequence[Exchange]]) -> Promise:
     """What the exchanges of all phases let one expect."""
     if any(differ_between_ranks(exchanges) for exchanges in phases):
         return "consensus"
-    exact = all((one.how is None or one.how.exact) and not one.lag for exchanges in phases for one in exchanges)
+    every = [one for exchanges in phases for one in exchanges]
+    exact = all((one.how is None or one.how.contraction == 1.0) and not one.lag for one in every)
     return "exact" if exact else "bounded"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.fields import How, Point, Then, What
+from bagua.algorithms.exchanges.fields import How, Then, What
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.buckets import write_finite
@@ -16,6 +16,9 @@ from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum, through_leaders
+
+if TYPE_CHECKING:
+    from bagua.algorithms.exchanges.exchange import Exchange
 
 #: All parameters at once: their results are taken in together, or not at all.
 WHOLE = Parts(1, "strided")
@@ -33,7 +36,6 @@ class Gradients(What):
 
     reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
     in_place: ClassVar[bool] = True
-    at: ClassVar[Point] = "bucket ready"
 
     def fill(self, flight: Flight) -> None:
         """Nothing where they are sent from where they lie."""
@@ -48,7 +50,6 @@ class Weights(What):
     """The weights."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
-    in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
         """Copy them."""
@@ -60,7 +61,6 @@ class Buffers(What):
     """The buffers of the module that have means, as running means; with ``Parts(1, "strided")`` all at once."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
-    in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
         """Copy them, as they are now: a module may have put others in their places."""
@@ -86,7 +86,6 @@ class Difference(What):
     device: Literal["cpu"] | None = None
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
-    from_anchor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice(("shared", "local"), scope=self.scope)
@@ -129,10 +128,10 @@ class Sum(How):
         ConfigurationError: an option of a wrong type, or ``hierarchical`` not over all ranks.
 
     Example:
-        >>> from bagua.compression import MinMaxUInt8
-        >>> from bagua.primitives import ScatterGatherReducer
-        >>> Sum(ScatterGatherReducer(MinMaxUInt8())).exact
-        False
+        >>> from bagua.compression import TopK
+        >>> from bagua.primitives import AllGatherReducer
+        >>> Sum(AllGatherReducer(TopK(0.1))).contraction
+        0.1
     """
 
     reducer: SumReducer | None = None
@@ -154,11 +153,6 @@ class Sum(How):
     def uniform(self) -> bool:
         """Not over the ranks of one host."""
         return self.over != "inside"
-
-    @property
-    def exact(self) -> bool:
-        """Whether no reducer loses anything."""
-        return self.reducer is None or self.reducer.exact
 
     @property
     def tells_lost(self) -> bool:
@@ -191,11 +185,15 @@ class Sum(How):
         """Only with several calls, one after the other."""
         return self.reducer is not None or self.hierarchical or self.over == "between"
 
-    def ranks(self, group: ProcessGroup) -> float:
-        """Those of this host, or hosts like this one."""
+    def scale(self, group: ProcessGroup) -> float:
+        """That of as many contributions as there are ranks, or ranks of this host, or hosts like this one."""
         if self.over == "ranks":
-            return group.size
-        return group.local_size if self.over == "inside" else group.size / group.local_size
+            return self.share(group.size)
+        return self.share(group.local_size if self.over == "inside" else group.size / group.local_size)
+
+    def share(self, contributions: float) -> float:
+        """Factor on each of so many contributions."""
+        return 1.0
 
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
@@ -241,9 +239,9 @@ class Mean(Sum):
         Mean(reducer=None, hierarchical=False, over='between')
     """
 
-    def scale(self, ranks: float) -> float:
+    def share(self, contributions: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""
-        return 1.0 / ranks
+        return 1.0 / contributions
 
 
 # Then.
@@ -255,9 +253,9 @@ class Replace(Then):
 
     replaces: ClassVar[bool] = True
 
-    def check(self, what: What | None) -> None:
+    def check(self, exchange: Exchange) -> None:
         """Refuse differences: they take the place of nothing."""
-        if what is None or "anchor" in what.reads:
+        if exchange.what is None or "anchor" in exchange.needs:
             raise ConfigurationError(
                 "a difference takes the place of nothing", argument="then", expected="OuterStep(...)", seen=repr(self)
             )
@@ -267,9 +265,10 @@ class Replace(Then):
         bucket = flight.bucket
         if flight.flat is bucket.gradients:
             return
-        if "gradients" in flight.reads:
+        reads = frozenset() if flight.what is None else flight.what.reads
+        if "gradients" in reads:
             torch.mul(flight.flat, flight.rescale, out=bucket.allocate_gradients())
-        elif "buffers" in flight.reads:
+        elif "buffers" in reads:
             write_finite(dict(zip(bucket.names, bucket.parameters, strict=True)), flight.views(flight.flat))
         else:
             write_if_finite(flight)
@@ -285,14 +284,16 @@ class Add(Then):
 
     gain: float = 1.0
 
-    keeps_sent: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_numbers(lambda gain: 0 < gain <= 1, "a number above 0 and at most 1", gain=self.gain)
 
-    def check(self, what: What | None) -> None:
+    def check(self, exchange: Exchange) -> None:
         """Refuse differences, which point the other way, and gradients, which belong to one step."""
-        _refuse_all_but_weights(self, what)
+        _refuse_all_but_weights(exchange)
+
+    def start(self, flight: Flight) -> None:
+        """Know what was sent."""
+        flight.keep()
 
     def fold(self, flight: Flight) -> None:
         """Add it, if it is finite."""
@@ -317,13 +318,13 @@ class Blend(Then):
         check_numbers(lambda keep: 0 <= keep <= 1, "a number from 0 to 1", keep=self.keep)
 
     @property
-    def overwrites(self) -> bool:
+    def replaces(self) -> bool:  # type: ignore[override]
         """Only if nothing is kept."""
         return self.keep == 0
 
-    def check(self, what: What | None) -> None:
+    def check(self, exchange: Exchange) -> None:
         """Refuse differences, which point the other way, and gradients, which belong to one step."""
-        _refuse_all_but_weights(self, what)
+        _refuse_all_but_weights(exchange)
 
     def fold(self, flight: Flight) -> None:
         """Blend, if the result is finite."""
@@ -331,10 +332,13 @@ class Blend(Then):
         _add(flight, flight.flat.sub_(now).mul_(1.0 - self.keep))
 
 
-def _refuse_all_but_weights(then: Then, what: What | None) -> None:
-    if not isinstance(what, Weights):
+def _refuse_all_but_weights(exchange: Exchange) -> None:
+    if not isinstance(exchange.what, Weights):
         raise ConfigurationError(
-            f"{then!r} takes weights in", argument="then", expected="Replace(), or OuterStep(...)", seen=repr(what)
+            f"{exchange.then!r} takes weights in",
+            argument="then",
+            expected="Replace(), or OuterStep(...)",
+            seen=repr(exchange.what),
         )
 
 

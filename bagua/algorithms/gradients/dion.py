@@ -97,7 +97,6 @@ class DirectionsToOptimizer(Then):
 
     reducer: DionReducer
 
-    alone: ClassVar[bool] = True
     replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -72,7 +72,6 @@ class Accelerate(Then):
 
     momentum: float
 
-    alone: ClassVar[bool] = True
     replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, Point, Then, What
+from bagua.algorithms.exchanges.fields import Every, Then, What
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace
@@ -140,8 +140,6 @@ class Momenta(What):
 
     reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
     in_place: ClassVar[bool] = True
-    max_lag: ClassVar[int | None] = 0  # The momentum is needed before and after.
-    at: ClassVar[Point] = "bucket ready"
 
     def fill(self, flight: Flight) -> None:
         """Make momenta of the gradients where they lie: this rank's share of their mean."""
@@ -157,6 +155,17 @@ class MomentaToGradients(Then):
     """The gradients with which the optimizer arrives at the mean momenta: ``(m' - beta1 m) / (1 - beta1)``."""
 
     replaces: ClassVar[bool] = True
+
+    def check(self, exchange: Exchange) -> None:
+        """Refuse a lag: the momentum is needed before and after."""
+        if exchange.lag:
+            raise ConfigurationError(
+                f"{exchange.what!r} is needed in the same step: {exchange!r}",
+                argument="lag",
+                expected="at most 0",
+                seen=exchange.lag,
+                advice="Use a longer period, Add() where results come late, or other points.",
+            )
 
     def fold(self, flight: Flight) -> None:
         """Make them where they lie."""

@@ -31,9 +31,9 @@ class ScatterGatherSum(How):
     chunked: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
 
-    def scale(self, ranks: float) -> float:
+    def scale(self, group: ProcessGroup) -> float:
         """Dividing before the sum keeps 16-bit values in range."""
-        return 1.0 / ranks if self.average else 1.0
+        return 1.0 / group.size if self.average else 1.0
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Sum what lies in the flight. Slices of equal size need no copies."""

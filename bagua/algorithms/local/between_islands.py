@@ -6,7 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -68,11 +68,6 @@ class BetweenIslands(How):
         return True
 
     @property
-    def exact(self) -> bool:
-        """As between ranks."""
-        return self.inner.exact
-
-    @property
     def contraction(self) -> float | None:
         """As between ranks."""
         return self.inner.contraction
@@ -89,15 +84,11 @@ class BetweenIslands(How):
         """As between ranks."""
         self.inner.check_dtype(dtype)
 
-    def ranks(self, group: ProcessGroup) -> float:
-        """An island contributes once, whatever its size."""
-        return 1.0
-
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Exchange what lies in the flight with the islands; ``group`` is this one alone."""
         whole = flight.flat
         if self.of_ranks and group.size > 1:
-            group.global_communicator.allreduce(whole.mul_(self.inner.scale(group.size)))
+            group.global_communicator.allreduce(whole.mul_(self.inner.share(group.size)))
         contribution = self._share(whole, group)
         part = None if self.of_ranks else (self.purpose, *flight.bucket.names)
         own = self.islands.announce(part, self.period) if self.period else Announced()
@@ -112,7 +103,7 @@ class BetweenIslands(How):
                 told.update(_tell(self.purpose, own, members.global_communicator))
             if not flight.flat.numel():
                 return
-            scale = self.inner.scale(contributions(told, self.islands.seat) if self.period else members.size)
+            scale = self.inner.share(contributions(told, self.islands.seat) if self.period else members.size)
             if scale != 1.0:
                 flight.flat.mul_(scale)
             work = self.inner.run(flight, members)
@@ -138,7 +129,7 @@ class BetweenIslands(How):
         """What this rank exchanges with its counterparts."""
         if group.size == 1:
             return whole.clone()
-        if not self.inner.exact:
+        if self.inner.reducer is not None:
             return whole.clone() if group.rank == 0 else whole.new_empty(0)
         length = -(-whole.numel() // group.size)
         share, own = whole.new_zeros(length), whole[group.rank * length : (group.rank + 1) * length]
@@ -149,7 +140,7 @@ class BetweenIslands(How):
         """The result of all ranks of the island, from the shares of each."""
         if group.size == 1:
             return share
-        if not self.inner.exact:
+        if self.inner.reducer is not None:
             if group.rank == 0:
                 whole.copy_(share)
             group.global_communicator.broadcast(whole, 0)
@@ -168,8 +159,6 @@ class LetIn(Then):
     """
 
     islands: Islands
-
-    alone: ClassVar[bool] = True
 
     def fold(self, flight: Flight) -> None:
         """Let them in, if there are any."""

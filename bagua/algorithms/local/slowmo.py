@@ -9,7 +9,7 @@ import torch
 
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, Then, What
+from bagua.algorithms.exchanges.fields import Every, Then
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
 from bagua.algorithms.exchanges.values import WHOLE, Difference
@@ -37,22 +37,15 @@ class SlowStep(Then):
     beta: float = 0.6
     alpha: float = 1.0
 
-    alone: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    reads_rates: ClassVar[bool] = True
+    replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_numbers(lambda beta: 0 <= beta < 1, "a number from 0 and less than 1", beta=self.beta)
         check_numbers(lambda alpha: alpha > 0, "a number above 0", alpha=self.alpha)
 
-    @property
-    def overwrites(self) -> bool:
-        """The weights become the anchor."""
-        return True
-
-    def check(self, what: What | None) -> None:
+    def check(self, exchange: Exchange) -> None:
         """Refuse what has no anchor."""
-        check_has_anchor(what)
+        check_has_anchor(exchange)
 
     def state(self) -> tuple[State, ...]:
         """The momentum."""

@@ -75,4 +75,4 @@ def _first_step(exchange: Exchange) -> int:
 def _is_whole(exchange: Exchange) -> bool:
     """Whether all weights are equal after it, and stay so until the next step."""
     how, one_part = exchange.how, exchange.parts.n == 1 and not exchange.lag
-    return how is not None and how.uniform and one_part and exchange.then.overwrites and exchange.until == "stepped"
+    return how is not None and how.uniform and one_part and exchange.then.replaces and exchange.until == "stepped"

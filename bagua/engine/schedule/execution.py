@@ -43,7 +43,7 @@ class Execution:
 
     def begin(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions) -> None:
         """Give the buckets the memory that ``exchanges`` need, and execute these. Collective."""
-        sent = any(one.what is not None and one.what.exchangeable_weights for one in exchanges)
+        sent = any(one.what is not None and one.what.in_place and "weights" in one.needs for one in exchanges)
         for bucket in self.buckets:
             bucket.fuse_weights(exchangeable=sent)
             if gathers(exchanges):

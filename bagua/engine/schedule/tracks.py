@@ -17,7 +17,7 @@ from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
 from bagua.engine.schedule.spans import shown
-from bagua.engine.state.saving import paste, propose_again
+from bagua.engine.state.saving import key_of, paste, propose_again
 from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
 
@@ -94,6 +94,7 @@ class Track:
 
         On a host, to map a new page costs several times what it takes to write it.
         """
+        flight.unfilled = False  # Nobody will read it.
         if self.bucket.by_arrival or self.bucket.device.type == "cpu":
             for flat in (flight.flat, flight.sent, flight.lost):
                 if flat is not None and flat is not self.bucket.gradients and flat is not _NOTHING:
@@ -150,21 +151,21 @@ class Course:
         self._always = exchange.when.steps == 1
         self._parts = frozenset(range(parts.n))
         how = exchange.how
-        self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
+        self._scale = 1.0 if lane is None or how is None else how.scale(lane.group)
         self._uniform = how is not None and how.uniform
-        in_place = exchange.what is not None and exchange.what.in_place
-        scales = how if in_place and self._of_arrival else None
-        self.gathering_scale = None if scales is None else scales.scale(self._contributions)
         #: The scale of the loss is in gradients, and in nothing else that is sent.
         self._scaled = "gradients" in exchange.needs
-        self._in_place = in_place and exchange.lag == 0
-        self._gathers = in_place and not self._of_arrival
+        self._gathered = self._scaled and exchange.what is not None and exchange.what.in_place
+        self.gathering_scale = self._scale if how is not None and self._gathered and self._of_arrival else None
+        self._in_place = self._gathered and exchange.lag == 0
+        self._gathers = self._gathered and not self._of_arrival
+        self._from_anchor = "anchor" in exchange.needs
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
     def _is_dropped_by_all(self) -> bool:
         """Whether weights that are not finite on one rank would end the exchange between all, where a look is cheap."""
         one = self.exchange
-        uniform = one.how is not None and one.how.uniform and "weights" in one.writes and not one.then.whole
+        uniform = one.how is not None and one.how.uniform and "weights" in one.writes and not self._from_anchor
         return uniform and (one.when.steps > 1 or all(track.bucket.device.type == "cpu" for track in self.tracks))
 
     # When.
@@ -182,8 +183,8 @@ class Course:
         return (0 if self._of_arrival else track.part) in self.due
 
     def note_rates(self) -> None:
-        """Keep the learning rates of this step, if its exchange reads them: it may come after the next schedule."""
-        if self.exchange.then.reads_rates:
+        """Keep the learning rates of this step for an outer step: it may come after the next schedule."""
+        if self._from_anchor:
             self._model.note_rates()
 
     # From start to fold.
@@ -198,25 +199,16 @@ class Course:
     def _start(self, track: Track, clock: Clock) -> None:
         """Send what ``track`` holds now."""
         flight = self._flight(track, clock)
-        what, how, then = self.exchange.what, self.exchange.how, self.exchange.then
+        what, how = self.exchange.what, self.exchange.how
         if self._gathers:
             _gather(track.bucket, flight.scale)
         sent_by = how if self._lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
-        if what is not None:
-            stays = sent_by is None and self.exchange.at_once and what.from_anchor and flight.scale == 1.0
-            if stays and then.steps_toward_weights(flight):
-                flight.unfilled = what.fill
-            else:
-                what.fill(flight)
-        if then.keeps_sent:
-            flight.sent = track.take_buffer().copy_(flight.flat)
-            if what is not None and what.in_place and flight.scale != 1.0:
-                flight.sent.div_(flight.scale)
-        if then.keeps_lost:
-            flight.lost = track.take_buffer().zero_()
-        if what is not None and not what.in_place and flight.scale != 1.0:
+        flight.unfilled = sent_by is None and self.exchange.at_once and self._from_anchor and flight.scale == 1.0
+        if what is not None and not flight.unfilled:
+            what.fill(flight)
+        self.exchange.then.start(flight)
+        if what is not None and not self._gathered and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
-        then.start(flight)
         if sent_by is not None:
             name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
             lane = self.lanes[track.part % len(self.lanes)]
@@ -240,20 +232,19 @@ class Course:
     def _flight(self, track: Track, clock: Clock) -> Flight:
         shift = 0 if self._of_arrival else self._shifts[track.part]
         bucket = track.bucket
-        what = self.exchange.what
         local = self.exchange.how is None
         return Flight(
             step=clock.step,
             t=clock.t,
             round=self.exchange.when.round(clock.t, shift),
-            ranks=self._contributions,
             loss_scale=clock.loss_scale if self._scaled else 1.0,
-            scale=1.0 if self.exchange.how is None else self.exchange.how.scale(self._contributions),
+            scale=self._scale,
             bucket=bucket,
             memory=track.memory,
             model=self._model,
             flat=bucket.allocate_gradients() if self._in_place else _NOTHING if local else track.take_buffer(),
-            reads=frozenset() if what is None else what.reads,
+            take=track.take_buffer,
+            what=self.exchange.what,
             prepared=self._prepared,
             wait=nothing,
         )
@@ -263,7 +254,7 @@ class Course:
         flight = self._flight(track, Clock(saved["step"], saved["t"], saved["loss_scale"]))
         flight.round = saved["round"]
         paste(track, "flat", flight.flat, saved["parameters"])
-        if self.exchange.then.keeps_sent:
+        if any(key_of(track, "sent") in parts for parts in saved["parameters"].values()):
             flight.sent = track.take_buffer()
             paste(track, "sent", flight.sent, saved["parameters"])
         propose_again(track, saved)
@@ -280,7 +271,7 @@ class Course:
             self.at_work = flight.bucket
             flight.wait()
         self.at_work = None
-        finite = not (self.exchange.then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
+        finite = not (self._from_anchor or self._all_drop) or all(flight.is_finite() for flight in flights)
         if not finite:
             self._tell_why(flights)
         try:
@@ -304,7 +295,7 @@ class Course:
             flight.finite = finite
             flight.early = clock.t < flight.t + self.exchange.lag
             flight.rescale = clock.loss_scale / flight.loss_scale if self._scaled else 1.0
-            if self.exchange.how is not None:
+            if self.exchange.how is not None and not flight.unfilled:
                 flight.memory.settle(flight.flat)
             self.exchange.then.fold(flight)
             if self._gathers:
@@ -323,7 +314,7 @@ class Course:
             self._lane.executors[flights[0].bucket.device].run(run)()
         guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
         reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
-        advice = "" if self.exchange.then.whole else ". Go on from a checkpoint"
+        advice = "" if self._from_anchor else ". Go on from a checkpoint"
         _log.warning(
             "The exchange that started in step %d was dropped on all ranks: %s%s", flights[0].step, reason, advice
         )

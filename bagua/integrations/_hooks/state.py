@@ -190,7 +190,7 @@ class HookState(ABC):
     @torch.no_grad()
     def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
         group, how = self.group, self.sum_at(step)
-        if (scale := how.scale(group.size)) != 1:
+        if (scale := how.share(group.size)) != 1:
             flat.mul_(scale)
         if how.reducer is None:
             allreduce_sum(flat, group, hierarchical=how.hierarchical)

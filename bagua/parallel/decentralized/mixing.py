@@ -37,12 +37,6 @@ class StepBucket(Then):
 
     stepping: Stepping
 
-    alone: ClassVar[bool] = True
-
-    def writes(self, what: What | None) -> frozenset[str]:
-        """The weights."""
-        return frozenset({"weights"})
-
     def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
         """Make the optimizers of the buckets, which keep their state themselves."""
         for bucket in buckets:
@@ -58,7 +52,7 @@ class WeightsInPlace(What):
     """The weights; where they are flat they are sent from there: they do not change before they are folded."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
-    exchangeable_weights: ClassVar[bool] = True
+    in_place: ClassVar[bool] = True
 
     @torch.no_grad()
     def fill(self, flight: Flight) -> None:
