@@ -6,6 +6,8 @@ project that communicates through ``torch.distributed``.
 ``__all__`` is for users. What is imported ``as`` itself is for other packages of bagua, which come in by this door.
 """
 
+from typing import TYPE_CHECKING
+
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.functional import (
@@ -75,7 +77,6 @@ from torch.distributed import (
     is_torchelastic_launched as is_torchelastic_launched,
     is_ucc_available as is_ucc_available,
     is_xccl_available as is_xccl_available,
-    reduce_op as reduce_op,
 )
 from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from bagua.comm.lifetime.background import BackgroundThread as BackgroundThread
@@ -161,6 +162,11 @@ from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as 
 from bagua.comm.work import joined as joined
 # isort: on
 
+from bagua.late import late
+
+if TYPE_CHECKING:
+    from torch.distributed import reduce_op as reduce_op
+
 __all__ = [
     "DONE",
     "NON_MEMBER",
@@ -211,3 +217,6 @@ __all__ = [
     "solo_group",
     "stats",
 ]
+
+#: It warns whatever is asked of it, so it is not among what tools look through.
+__getattr__, _ = late(__name__, {"reduce_op": "torch.distributed"})

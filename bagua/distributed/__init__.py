@@ -9,6 +9,8 @@ said in one line at each function.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bagua.comm import (
     Backend,
     DistStoreError,
@@ -32,7 +34,6 @@ from bagua.comm import (
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
-    reduce_op,
 )
 from bagua.comm import TorchWork as Work
 from bagua.comm import (
@@ -97,6 +98,10 @@ from bagua.errors import (
 from bagua.errors import (
     PeerLostError as DistNetworkError,
 )
+from bagua.late import late
+
+if TYPE_CHECKING:
+    from bagua.comm import reduce_op
 
 __all__ = [
     "Backend",
@@ -169,3 +174,5 @@ __all__ = [
     "send_object_list",
     "split_group",
 ]
+
+__getattr__, _ = late(__name__, {"reduce_op": "bagua.comm"})
