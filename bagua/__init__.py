@@ -24,7 +24,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(problem)
     if importlib.util.find_spec(f"bagua.{name}"):
         return importlib.import_module(f"bagua.{name}")
+    entry = importlib.import_module("bagua.torch_api")
     try:
-        return getattr(importlib.import_module("bagua.torch_api"), name)
+        return getattr(entry, name)
     except AttributeError as error:
         raise AttributeError(problem + str(error).partition(repr(name))[2]) from None

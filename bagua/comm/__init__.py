@@ -219,4 +219,4 @@ __all__ = [
 ]
 
 #: It warns whatever is asked of it, so it is not among what tools look through.
-__getattr__, _ = late(__name__, {"reduce_op": "torch.distributed"})
+__getattr__ = late(__name__, {"reduce_op": "torch.distributed"})[0]

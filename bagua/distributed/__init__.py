@@ -175,4 +175,4 @@ __all__ = [
     "split_group",
 ]
 
-__getattr__, _ = late(__name__, {"reduce_op": "bagua.comm"})
+__getattr__ = late(__name__, {"reduce_op": "bagua.comm"})[0]
