@@ -33,6 +33,7 @@ from bagua.engine.state.replicas import allreduce_parameters, broadcast_buffers_
 from bagua.engine.state.saved_states import check_owner
 from bagua.engine.state.saved_states import name_of_rank as name_of_rank
 from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
+from bagua.engine.wrapping import SWITCH as SWITCH
 from bagua.engine.wrapping import Wrapping
 
 __all__ = [

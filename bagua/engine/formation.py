@@ -248,16 +248,16 @@ class Formation:
                 self.compare_ranks()
 
     def compare_ranks(self) -> None:
-        """Compare what must be equal on all ranks after the step that ended last, if that is due.
+        """Compare what must be equal on all ranks after the step ``to_compare``.
 
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
         step, self.to_compare = self.to_compare, None
-        if step is not None:
-            self.execution.settle()
-            belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
-            self.equality.look(step, belief, self.group)
+        assert step is not None, "somebody has asked for to_compare"
+        self.execution.settle()
+        belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
+        self.equality.look(step, belief, self.group)
 
     # What starts from weights.
 

@@ -12,7 +12,7 @@ from bagua.errors import ConfigurationError
 
 def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` has gradients to step with, and none of them has an Inf or NaN."""
-    given = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    given = [one.grad for one in stepped_by(optimizer) if one.grad is not None]
     dense = [one.coalesce().values() if one.is_sparse else one for one in given]
     gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
     if not gradients:
@@ -33,7 +33,7 @@ def optimizers_of(
 ) -> Sequence[torch.optim.Optimizer]:
     """Those of ``optimizers`` that step one of the parameters ``arrived``; all, if none does."""
     came = set(map(id, arrived))
-    found = [one for one in optimizers if not came.isdisjoint(id(each) for each in _stepped_by(one))]
+    found = [one for one in optimizers if not came.isdisjoint(id(each) for each in stepped_by(one))]
     return found or optimizers
 
 
@@ -46,12 +46,13 @@ def sentinels_of(
     ours, came = set(trained), set(arrived)
     found: dict[torch.nn.Parameter, None] = {}
     for optimizer in optimizers:
-        own = [one for one in _stepped_by(optimizer) if one in ours]
+        own = [one for one in stepped_by(optimizer) if one in ours]
         found.update(dict.fromkeys([one for one in own if one in came][-1:] or own[-1:]))
     return tuple(found)
 
 
-def _stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of all groups of ``optimizer``."""
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 

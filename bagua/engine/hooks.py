@@ -15,7 +15,7 @@ import torch
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
 from bagua.engine.buckets.registration import require_outside, warn_of_unseen
-from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of
+from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of, stepped_by
 from bagua.engine.joining import Joining
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
@@ -84,8 +84,6 @@ class BackwardHooks:
         self.tuner = Autotuner(reducer)
         self._passes = Passes(reducer.group.recorder)
         self.accumulates, self.closed = False, False
-        if not hasattr(reducer.module, SWITCH):
-            self.synchronize = True
         self.before_step: Callable[[], object] = nothing
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
@@ -224,8 +222,7 @@ class BackwardHooks:
         if not training or not torch.is_grad_enabled() or self._frozen:
             return
         reducer.formation.failure.check()
-        if self.joining is not None:
-            self.announce()
+        self.announce()
         self.enter_step()
 
     def announce(self) -> bool:
@@ -238,6 +235,7 @@ class BackwardHooks:
     def enter_step(self) -> None:
         """A training forward begins, or a step without data."""
         reducer = self.reducer
+        reducer.formation.failure.check()
         self._entered = True
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
@@ -420,7 +418,7 @@ class BackwardHooks:
     def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""
         reducer = self.reducer
-        stepped = set(self.trained).intersection(one for group in optimizer.param_groups for one in group["params"])
+        stepped = set(self.trained).intersection(stepped_by(optimizer))
         if self.joining is not None or not self.synchronize or self.accumulates or self._retired:
             return
         if all(one.grad is None for one in stepped):

@@ -16,6 +16,7 @@ from bagua.checks import check_flags
 from bagua.comm import Group
 from bagua.engine import (
     DEFAULT_BUCKET_BYTES,
+    SWITCH,
     BackwardHooks,
     EngineAccess,
     EngineOptions,
@@ -143,6 +144,8 @@ def _put_on(module: torch.nn.Module, engine: BackwardHooks) -> None:
         module.register_forward_hook(_after_forward),
         module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
     ]
+    if not hasattr(module, SWITCH):
+        setattr(module, SWITCH, True)
     of_ddp = [name for name in ("no_sync", "join") if not hasattr(module, name)]
     wrapping.add(handles, {name: MethodType(vars(EngineAccess)[name], module) for name in of_ddp})
 

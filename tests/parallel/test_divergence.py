@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagua.comm
 from bagua.algorithms import Algorithm
+from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.optimizers import plain
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
@@ -120,6 +121,18 @@ def test_calls_that_cross_on_the_model_name_what_each_rank_does(thread_ranks, al
     for text in thread_ranks(2, caught):
         assert "a comparison of checkpoints" in text
         assert "the forming of buckets" in text
+
+
+def test_an_agreement_that_meets_another_call_on_objects_is_an_error_on_its_rank(thread_ranks):
+    def meet() -> None:
+        communicator = bagua.comm.get_default_group().global_communicator
+        if bagua.comm.get_rank():
+            communicator.allgather_object(True)
+            return
+        with pytest.raises(CollectiveMismatchError, match=r"a test, others have another call"):
+            gather_objects(communicator, "a test", 1)
+
+    thread_ranks(2, meet)
 
 
 def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):

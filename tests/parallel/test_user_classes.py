@@ -142,6 +142,17 @@ def test_the_plain_module_behind_a_wrapped_one(thread_ranks, wrap):
     thread_ranks(2, unwrap)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_copy_has_no_attribute_of_ours(thread_ranks, wrap, size):
+    def check() -> None:
+        loop = Loop(wrap)
+        loop.train(1)
+        assert vars(copy.deepcopy(loop.model)).keys() == vars(mlp()).keys()
+
+    thread_ranks(size, check)
+
+
 class Referring(nn.Sequential):
     """Refers to itself, as a module with a table of its own methods does."""
 

@@ -164,7 +164,7 @@ class MomentaToGradients(Then):
                 argument="lag",
                 expected="at most 0",
                 seen=exchange.lag,
-                advice="Use a longer period, Add() where results come late, or other points.",
+                advice="Leave lag=0.",
             )
 
     def fold(self, flight: Flight) -> None:

@@ -33,6 +33,8 @@ def gather_objects(communicator: Communicator, purpose: str, value: Any) -> list
         CollectiveMismatchError: on all ranks, if their purposes differ.
     """
     everyone = communicator.allgather_object([purpose, value])
+    # A call that is no agreement may have met this one.
+    everyone = [one if isinstance(one, list) and len(one) == 2 else ["another call", one] for one in everyone]
     ranks, own = communicator.ranks, communicator.rank
     others = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != purpose]
     if others:
