@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,16 +38,21 @@ class OwnForward(nn.Module):
         return self.layers(inputs)
 
 
-def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
-    """The trained model, and how often it was compiled after the third step."""
-    graphs = 0
+class Counting:
+    """A backend that runs graphs as they are, and counts them."""
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        nonlocal graphs
-        graphs += 1
+    def __init__(self) -> None:
+        self.graphs = 0
+        torch._dynamo.reset()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
         return graph.forward
 
-    torch._dynamo.reset()
+
+def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
+    """The trained model, and how often it was compiled after the third step."""
+    backend = Counting()
     model = OwnForward()
     optimizer = sgd(model.parameters())
     if in_place:
@@ -53,10 +60,10 @@ def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
     compiled = model if in_place else torch.compile(model, backend=backend)
     wrapped = WRAPS[wrap](compiled, optimizer)
     train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3))
-    before = graphs
+    before = backend.graphs
     train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3, 9))
     assert before > 0, "this test can fail"
-    return snapshot(model), graphs - before
+    return snapshot(model), backend.graphs - before
 
 
 def _export() -> None:
@@ -76,14 +83,7 @@ def _export() -> None:
 
 
 def _graphs_of_the_optimizer(wrap: bool) -> int:
-    graphs = 0
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    torch._dynamo.reset()
+    backend = Counting()
     model = OwnForward()
     optimizer = sgd(model.parameters())
     wrapped = WRAPS["with_bagua"](model, optimizer) if wrap else model
@@ -94,7 +94,7 @@ def _graphs_of_the_optimizer(wrap: bool) -> int:
         with warnings.catch_warnings():  # Of torch, about its own ways to compile.
             warnings.simplefilter("ignore", DeprecationWarning)
             step()
-    return graphs
+    return backend.graphs
 
 
 def _train_every_way() -> dict[str, tuple[State, int]]:

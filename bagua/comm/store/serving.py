@@ -30,7 +30,7 @@ def serve_store(
         address: address of this host, ``localhost``, or a name.
         port: 0 for any free one.
         timeout: deadline of every later ``get`` and ``wait``.
-        shared: whether this store serves whoever in this process serves, with this option, one on the same port.
+        shared: True if several stores of this process may be on one port. They have one server then.
     """
     listener = _bound(address, port)
     port = port if listener is None else listener.getsockname()[1]
