@@ -14,8 +14,10 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
+from bagua.comm.long_wait import Activity
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
+from bagua.comm.records.deadlock import Deadlocks
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
@@ -116,6 +118,7 @@ class ProcessGroup:
         backend: str | None = None,
         timeout_s: float | None = None,
     ) -> Communicator:
+        activity = Activity()
         membership = Membership(
             store=dist.PrefixStore(f"communicator{suffix}{members[0]}", store or self.store),
             rank=members.index(self.rank),
@@ -123,6 +126,8 @@ class ProcessGroup:
             nodes=tuple(self.nodes[member] for member in members),
             timeout_s=timeout_s or self.timeout_s,
             label=self.label + suffix,
+            activity=activity,
+            judge=Deadlocks(self._ledger.recorder, self.store, activity, self.label + suffix).look,
         )
         with meeting(f"the set-up of {membership.label}", membership.rank, membership.ranks):
             transport = create_transport(backend or self.backend, membership)

@@ -6,10 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from bagua.errors import CommunicationError
+
 _log = logging.getLogger("bagua")
 
 #: Seconds of waiting before the first warning; each further one comes after twice the time.
 FIRST_WARNING_S = 30.0
+#: Seconds between two looks whether the wait will ever end, from the first warning on.
+LOOK_S = 1.0
+Judge = Callable[[], CommunicationError | None]
 
 
 def naming(ranks: Sequence[int]) -> str:
@@ -43,6 +48,7 @@ class LongWait:
 
     Args:
         clock: seconds that pass.
+        judge: the error if this rank waits for ever; None if nobody can tell.
 
     Example:
         >>> seconds = iter([0.0, 29.0, 31.0, 59.0, 61.0])
@@ -51,12 +57,13 @@ class LongWait:
         [False, True, False, True]
     """
 
-    __slots__ = ("_began", "_clock", "_next_s")
+    __slots__ = ("_began", "_clock", "_judge", "_look_s", "_next_s")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, judge: Judge | None = None) -> None:
         self._clock = clock
+        self._judge = judge
         self._began = clock()
-        self._next_s = FIRST_WARNING_S
+        self._next_s = self._look_s = FIRST_WARNING_S
 
     def waited_s(self) -> float:
         """Seconds since the wait began."""
@@ -68,6 +75,14 @@ class LongWait:
             return False
         self._next_s *= 2
         return True
+
+    def trouble(self) -> CommunicationError | None:
+        """The error if the wait never ends, as far as that can be told by now."""
+        if self._judge is None or self.waited_s() < self._look_s:
+            return None
+        trouble = self._judge()
+        self._look_s = self.waited_s() + LOOK_S
+        return trouble
 
     def warn(self, rank: int, others: Sequence[int], where: str) -> None:
         """Log that ``rank`` waits for ``others``, and where."""

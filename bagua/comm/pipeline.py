@@ -230,6 +230,7 @@ class CallPipeline:
         self, handle: Handle, record: CallRecord, finish: Callable[[], Any] | None, kept: tuple[Any, ...]
     ) -> Work:
         clock = self._recorder.clock
+        record.waiter = 0
         spent = clock() - record.begun
         if handle is DONE:
             record.ended = record.begun + spent
@@ -238,6 +239,7 @@ class CallPipeline:
 
         def complete(timeout_s: float | None) -> Any:
             waiting = clock()
+            record.waiter = threading.get_ident()
             if self._looks and not record.ended and handle.is_completed():
                 record.ended = handle.ended_at or waiting
             end_range = profiler_range(f"wait for {self._label}: {record.call}") if profiling() else None

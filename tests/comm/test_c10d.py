@@ -458,7 +458,7 @@ class LateWork:
 
 
 def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> None:
-    failures: Any = SimpleNamespace(peers_left=lambda: False)
+    failures: Any = SimpleNamespace(judge=None, peers_left=lambda: False)
     work = LateWork()
     gone = weakref.ref(work)
     gc.disable()

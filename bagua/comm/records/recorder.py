@@ -54,9 +54,14 @@ class CallRecord:
         waited_for: global ranks of the peers that came last; empty if this rank did.
         state: ``started``; ``completed``; ``failed``; ``late``: peers had given up before this rank came; ``refused``:
             nothing was sent.
+        thread: identity of the thread that made it.
+        waiter: identity of the thread that waits for it; 0 as long as none does.
     """
 
-    __slots__ = ("begun", "blocked_s", "call", "ended", "number", "place", "state", "waited_for", "waited_s")
+    __slots__ = (
+        *("begun", "blocked_s", "call", "ended", "number", "place"),
+        *("state", "thread", "waited_for", "waited_s", "waiter"),
+    )
 
     def __init__(self, call: Call, place: Place, number: int, begun: float) -> None:
         self.call = call
@@ -67,6 +72,7 @@ class CallRecord:
         self.waited_s = 0.0
         self.waited_for: tuple[int, ...] = ()
         self.state = "started"
+        self.thread = self.waiter = threading.get_ident()
         #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
         self.blocked_s: float | None = None
 
@@ -113,6 +119,7 @@ class Counters(Protocol):
     lasts: dict[int, float]
     recent: deque[CallRecord]
     gauges: dict[str, float]
+    aside: bool
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sent."""
@@ -177,6 +184,8 @@ class Recorder:
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by the thread that ends a call; returns quickly and raises nothing.
         numbers: number of the next call.
+        beside: identities of the threads that do something for the code that computes.
+        thread: identity of the thread that connected the rank.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -187,6 +196,8 @@ class Recorder:
         self.beat_at = float("inf")
         self.beat: Callable[[], None] = lambda: None
         self.numbers = itertools.count()
+        self.beside: set[int] = set()
+        self.thread = threading.get_ident()
         self._books = Books((), (), Sums(CallTimes(), {}, {}, 0))
         self._writing = threading.RLock()
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
@@ -203,6 +214,11 @@ class Recorder:
         """Seconds for which the code that computes has stood still for results of background threads, until ``now``."""
         total, since = self._blocked
         return total if since is None else total + max(now - since, 0.0)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the code that computes waits for results of background threads now."""
+        return self._blocked[1] is not None
 
     def while_blocked(self, wait: Callable[[], T]) -> T:
         """``wait()``, in which the code that computes stands still."""
@@ -301,13 +317,21 @@ here = _Here()
 
 
 @contextmanager
-def in_background() -> Iterator[None]:
-    """Calls in this block are made beside the code that computes, which stands still only if it waits for them."""
+def in_background(recorder: Recorder | None = None) -> Iterator[None]:
+    """Calls in this block are made beside the code that computes, which stands still only if it waits for them.
+
+    Args:
+        recorder: record of the rank, if the code that computes gave it this to do; None if it began by itself.
+    """
     before, here.background = here.background, True
+    if recorder is not None:
+        recorder.beside.add(threading.get_ident())
     try:
         yield
     finally:
         here.background = before
+        if recorder is not None:
+            recorder.beside.discard(threading.get_ident())
 
 
 class Observer(Protocol):

@@ -49,7 +49,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from bagua.comm.call import Call
-from bagua.comm.long_wait import Activity
+from bagua.comm.long_wait import Activity, Judge
 
 
 class Handle(ABC):
@@ -166,6 +166,7 @@ class Membership:
         timeout_s: default deadline of every call, in seconds.
         label: name of this communicator in messages (``world``, ``world/intra``, ...).
         activity: purpose of its calls, for messages.
+        judge: asked now and then in a long wait: the error if this rank waits for ever.
     """
 
     store: Store
@@ -175,6 +176,7 @@ class Membership:
     timeout_s: float
     label: str = "world"
     activity: Activity = field(default_factory=Activity, compare=False)
+    judge: Judge | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -196,6 +198,7 @@ class Membership:
             nodes=tuple(self.nodes[member] for member in members),
             timeout_s=self.timeout_s,
             label=f"{self.label}/{name}",
+            judge=self.judge,
         )
 
 

@@ -62,7 +62,7 @@ class ThreadExecutor(Executor):
 
         def complete() -> None:
             try:
-                with in_background():
+                with in_background(self._recorder):
                     work = exchange()
                     if work is not None:
                         work.wait()

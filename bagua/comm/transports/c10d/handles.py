@@ -197,10 +197,12 @@ class HostHandle(C10dHandle):
 
     def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
         """Go on waiting after ``error``, which may be nothing but the end of a slice."""
-        wait = LongWait()
+        wait = LongWait(judge=self._failures.judge)
         while True:
             if wait.is_over():
                 self._failures.warn_of(wait)
+            if (trouble := wait.trouble()) is not None and not work.is_completed():
+                raise trouble from error
             if work.is_completed():
                 # The slice may have ended just before the work: only its own word counts.
                 try:

@@ -36,6 +36,7 @@ class FailureFinder:
 
     def __init__(self, membership: Membership, disconnect: Callable[[], None]) -> None:
         self._membership = membership
+        self.judge = membership.judge
         self._disconnect = disconnect
         self._global_rank = membership.ranks[membership.rank]
         # A signal handler may abort or close in the middle of either.

@@ -75,6 +75,7 @@ class Peers(ABC):
         self.lanes = Lanes(f"bagua-{self.label}-{rank}")
         self.fault = fault
         self.activity = membership.activity
+        self._judge = membership.judge
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
@@ -274,8 +275,10 @@ class Peers(ABC):
                 raise trouble
             if suspect is not None:
                 trouble = suspect()
-                if trouble is not None:
-                    raise trouble
+            if trouble is None and wait is not None:
+                trouble = wait.trouble()
+            if trouble is not None:
+                raise trouble
             wait = self._sleep(wait, ready, waited, max(deadline.at - now, 0.0))
         return last
 
@@ -283,7 +286,7 @@ class Peers(ABC):
         self, wait: LongWait | None, ready: Callable[[], bool], waited: tuple[int, ...], left_s: float
     ) -> LongWait:
         if wait is None:
-            wait = LongWait()
+            wait = LongWait(judge=self._judge)
         elif wait.is_over():
             wait.warn(self.global_rank, self.named(waited), self._told_of(waited))
         self.pause(ready, min(SLICE_S, left_s))

@@ -1,0 +1,233 @@
+"""Ranks that wait for each other in different calls, on different communicators, say so long before the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore
+
+import bagua.comm
+from bagua.comm import long_wait
+from bagua.comm.records.deadlock import Report, Wait, stuck
+from bagua.comm.store.keys import behind_token, bottom_of
+from bagua.errors import BaguaError, CollectiveMismatchError
+from bagua.parallel.module import with_bagua
+from tests.harness import mlp, sgd, train_steps
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """The first warning comes soon, and looks follow one another quickly."""
+    before = long_wait.FIRST_WARNING_S, long_wait.LOOK_S
+    long_wait.FIRST_WARNING_S, long_wait.LOOK_S = 0.2, 0.1
+    try:
+        yield
+    finally:
+        long_wait.FIRST_WARNING_S, long_wait.LOOK_S = before
+
+
+def error_of(program: Callable[[], object]) -> BaguaError:
+    with impatient(), pytest.raises(BaguaError) as caught:
+        program()
+    return caught.value
+
+
+def crossed() -> BaguaError:
+    """Ranks 0 and 1 call on different groups; rank 2 waits for both."""
+    group = bagua.comm.get_default_group()
+    pair = bagua.comm.new_group([0, 1])
+    comm = pair.global_communicator if group.rank == 1 else group.global_communicator
+    return error_of(lambda: comm.allreduce(torch.ones(2)))
+
+
+def test_calls_on_two_communicators_that_wait_for_each_other_end_alike_on_all_ranks(ranks):
+    errors = ranks(3, crossed)
+    assert {type(error) for error in errors} == {CollectiveMismatchError}
+    assert {error.peers for error in errors[:2]} <= {(0, 1), (0, 1, 2)}
+    assert len({error.peers for error in errors[:2]}) == 1
+    assert errors[0].expected == "#1 allreduce(2 x float32, sum), on world on rank 0"
+    assert "#1 allreduce(2 x float32, sum), on world/group1 on rank 1" in errors[0].seen
+    assert "more batches" in errors[0].advice
+
+
+def crossed_messages() -> BaguaError:
+    """Rank 0 waits for a message, rank 1 for rank 0 in a collective of another group."""
+    group = bagua.comm.get_default_group()
+    other = group.duplicate()
+    if group.rank:
+        return error_of(lambda: other.global_communicator.allreduce(torch.ones(2)))
+    return error_of(lambda: group.global_communicator.recv(torch.ones(2), 1))
+
+
+def test_a_message_and_a_collective_that_wait_for_each_other_end_alike(ranks):
+    errors = ranks(2, crossed_messages)
+    assert [(type(error), error.peers) for error in errors] == [(CollectiveMismatchError, (0, 1))] * 2
+
+
+def uneven(algorithm: str) -> BaguaError:
+    """Rank 1 has a batch more than rank 0, and then both count what was right."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, optimizer, algorithm)
+
+    def epoch() -> None:
+        train_steps(wrapped, optimizer, rank, range(2 + rank))
+        bagua.comm.get_default_group().global_communicator.allreduce(torch.ones(2))
+
+    return error_of(epoch)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "decentralized"])
+def test_uneven_batches_and_a_count_at_the_end_are_found_on_both_ranks(ranks, algorithm):
+    errors = ranks(2, uneven, algorithm)
+    assert [(type(error), error.peers) for error in errors] == [(CollectiveMismatchError, (0, 1))] * 2
+    assert "on world" in errors[0].expected
+    assert "in step 2, bucket 0" in errors[0].seen
+    assert errors[0].seen == errors[1].expected
+
+
+def busy_elsewhere() -> float:
+    """Rank 0 waits; a thread of rank 1 waits for rank 0 on another group, while rank 1 computes, and comes late."""
+    group = bagua.comm.get_default_group()
+    comm, other = group.global_communicator, group.duplicate().global_communicator
+    tensor, found = torch.ones(1), list[torch.Tensor]()
+
+    def beside() -> None:
+        other.allreduce(torch.ones(1))
+        found.append(torch.ones(1))
+
+    with impatient():
+        if group.rank:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join(1.5)  # Many looks.
+            comm.allreduce(tensor)
+            thread.join()
+        else:
+            comm.allreduce(tensor)
+            beside()
+    return float(tensor)
+
+
+def test_a_rank_whose_other_thread_goes_on_is_waited_for(ranks):
+    assert ranks(2, busy_elsewhere) == [2.0, 2.0]
+
+
+def haunted() -> float:
+    """Rank 0 waits; rank 1 computes, and what it said in an earlier wait lies in the store."""
+    group = bagua.comm.get_default_group()
+    other = group.duplicate().label
+    said = Report(0, (Wait(f"{other} [0, 1]", 1, (0, 1), "barrier"),), {"world [0, 1]": 0})
+    tensor = torch.ones(1)
+    if group.rank:
+        store = PrefixStore(f"bagua/waits/{group.recorder.job}", behind_token(bottom_of(group.store)))
+        store.set("1", json.dumps([said, 1]))
+        time.sleep(1.5)  # Many looks.
+    with impatient():
+        group.global_communicator.allreduce(tensor)
+    return float(tensor)
+
+
+def test_what_a_rank_said_in_an_earlier_wait_does_not_count(ranks):
+    assert ranks(2, haunted) == [2.0, 2.0]
+
+
+# What is stuck, judged from reports, against ranks that are played to their end.
+
+
+class Play(NamedTuple):
+    """Calls of each rank, in order: the communicator of each, or the peer of a message."""
+
+    members: list[list[int]]
+    programs: list[list[int]]
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> Play:
+    size = draw(st.integers(2, 4))
+    sets = st.lists(st.integers(0, size - 1), min_size=2, max_size=size, unique=True)
+    members = draw(st.lists(sets, min_size=1, max_size=3))
+    mine = [[number for number, one in enumerate(members) if rank in one] for rank in range(size)]
+    programs = [draw(st.lists(st.sampled_from(one), max_size=5)) if one else [] for one in mine]
+    return Play(members, programs)
+
+
+def ended(play: Play) -> list[int]:
+    """How many calls of each rank end, if none is ever given up."""
+    begun = [[] for _ in play.programs]  # Communicators of the calls that each rank has begun.
+    over = [0] * len(play.programs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(play.programs):
+            if over[rank] == len(begun[rank]) < len(program):
+                begun[rank].append(program[over[rank]])
+                moved = True
+            elif over[rank] < len(begun[rank]):
+                one = begun[rank][-1]
+                number = begun[rank].count(one)
+                if all(begun[other].count(one) >= number for other in play.members[one]):
+                    over[rank] += 1
+                    moved = True
+    return over
+
+
+def reports(play: Play, over: list[int]) -> dict[int, Report]:
+    """Of the ranks that wait, when ``over`` calls of each have ended and the next one has begun, if there is one."""
+    found = {}
+    for rank, program in enumerate(play.programs):
+        begun = program[: over[rank] + 1]
+        if over[rank] < len(program):
+            one = program[over[rank]]
+            waits = (Wait(str(one), begun.count(one), tuple(play.members[one]), "a call"),)
+            mine = [number for number, members in enumerate(play.members) if rank in members]
+            found[rank] = Report(len(begun), waits, {str(number): begun.count(number) for number in mine})
+    return found
+
+
+@given(plays(), st.data())
+def test_who_is_called_stuck_never_goes_on_and_who_waits_for_the_stuck_is_called_so(play, data):
+    last = ended(play)
+    # Any moment on the way: the calls that can end have ended up to there.
+    moment = [data.draw(st.integers(0, most)) for most in last]
+    early = {rank: report for rank, report in reports(play, moment).items() if moment[rank] == last[rank]}
+    assert all(moment[rank] == last[rank] < len(play.programs[rank]) for rank in stuck(early))
+    # At the end: all that wait for a rank that waits are stuck; the rest wait for one that has no call left.
+    found = reports(play, last)
+    called = stuck(found)
+    for rank, report in found.items():
+        wait = report.waits[0]
+        missing = [one for one in wait.peers if one in found and found[one].begun[wait.where] < wait.sequence]
+        assert (rank in called) == any(one in called for one in missing)
+
+
+def test_both_ends_of_a_message_that_takes_its_time_are_not_stuck():
+    def report(peer: int) -> Report:
+        return Report(1, (Wait("world", 0, (peer,), "a message"),), {"world": 0})
+
+    assert stuck({0: report(1), 1: report(0)}) == []
+    assert stuck({0: report(1), 1: report(2), 2: report(0)}) == [0, 1, 2]
+
+
+def test_what_waits_for_nobody_in_particular_is_not_stuck():
+    anyone = Report(1, (Wait("world", 0, (), "recv from any"),), {"world": 0, "pair": 0})
+    other = Report(1, (Wait("pair", 1, (0, 1), "allreduce"),), {"world": 0, "pair": 1})
+    assert stuck({0: anyone, 1: other}) == []
+
+
+def test_a_rank_with_another_call_that_will_end_is_not_stuck():
+    """Its background thread is in a call in which all have come: it may begin what the others wait for."""
+    both = (Wait("a", 1, (0, 1), "allreduce"), Wait("b", 1, (0, 1), "allreduce"))
+    first = Report(2, both, {"a": 1, "b": 1, "c": 0})
+    second = Report(2, (Wait("c", 1, (0, 1), "barrier"),), {"a": 0, "b": 1, "c": 1})
+    assert stuck({0: first, 1: second}) == []
+    assert stuck({0: first._replace(waits=both[:1]), 1: second}) == [0, 1]
