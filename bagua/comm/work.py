@@ -79,7 +79,7 @@ class Work(Handle):
                 communicator, because the ranks no longer agree on what has happened.
             ConcurrentUseError: a signal handler waits for a call made of several, of which it interrupted a step.
         """
-        if self._inherited() and not self._finished:
+        if self._generation != family.generation and not self._finished:
             raise forked_error()
         if timeout is None:
             with self._waiting:

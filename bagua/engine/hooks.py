@@ -82,7 +82,8 @@ class BackwardHooks:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
-        self._passes = Passes(reducer.group.recorder)
+        self._recorder, self._several = reducer.group.recorder, reducer.group.size > 1
+        self._passes = Passes(self._recorder)
         self.accumulates, self.closed = False, False
         self.before_step: Callable[[], object] = nothing
         self._handles: list[Any] = []
@@ -100,6 +101,8 @@ class BackwardHooks:
         self._due: set[int] = set()
         self._waiting_for: set[int] = set()
         self._retired = self._stepped = False
+        #: Whether all parameters are frozen in this forward pass, as a discriminator's: others train through them.
+        self._frozen = False
         #: Whether a forward pass came before the step that is next, and before the one that was last.
         self._entered = self._was_entered = False
         self.joining: Joining | None = None
@@ -117,12 +120,6 @@ class BackwardHooks:
     def trained(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that are trained together, as they are now."""
         return self.reducer.formation.registration.parameters
-
-    @property
-    def _frozen(self) -> bool:
-        """Whether all are frozen for a while, as a discriminator is: others train through the module then."""
-        trained = self.trained
-        return bool(trained) and not any(map(_requires_grad, trained))
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. Where one rank has nothing to do, attach to nothing.
@@ -219,10 +216,13 @@ class BackwardHooks:
             require_outside(reducer.module, outer)
         if reducer.formation.idle or self._retired:
             return
+        trained = reducer.formation.registration.parameters
+        self._frozen = bool(trained) and not any(map(_requires_grad, trained))
         if not training or not torch.is_grad_enabled() or self._frozen:
             return
-        reducer.formation.failure.check()
-        self.announce()
+        if self.joining is not None:
+            reducer.formation.failure.check()
+            self.announce()
         self.enter_step()
 
     def announce(self) -> bool:
@@ -237,9 +237,11 @@ class BackwardHooks:
         reducer = self.reducer
         reducer.formation.failure.check()
         self._entered = True
-        self._passes.enter("forward pass")
+        if self._recorder.trace is not None:
+            self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
-        reducer.compare_ranks()
+        if reducer.formation.to_compare is not None:
+            reducer.compare_ranks()
         if (difference := reducer.formation.registration.difference()) is not None:
             self.remove_hooks()
             self._sentinels = None
@@ -257,20 +259,18 @@ class BackwardHooks:
         if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled() or self._frozen:
             return
         self._armed = synchronize = self.synchronize
-        entered = partial(_tell, self._reference, BackwardHooks._output_reached, synchronize)
+        entered = partial(_tell, self._reference, BackwardHooks.enter, synchronize)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
     # Backward.
 
-    def _output_reached(self, synchronize: bool, _: torch.Tensor) -> None:
-        self.enter(synchronize and not self.accumulates)
-
-    def enter(self, synchronize: bool) -> None:
+    def enter(self, synchronize: bool, *_: Any) -> None:
         """A backward pass has come to the output of a forward pass that was to be synchronized, or was not."""
         if self._retired:
             return
+        synchronize = synchronize and not self.accumulates
         if self.current is None:
             self._armed = synchronize
             self.begin()
@@ -282,7 +282,8 @@ class BackwardHooks:
         current = Pass(self._complete)
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
-        self._passes.enter("backward pass")
+        if self._recorder.trace is not None:
+            self._passes.enter("backward pass")
         if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
             self._start_step()
 
@@ -316,7 +317,7 @@ class BackwardHooks:
         phases = self.reducer.phases
         step = phases.step
         try:
-            if self._is_step and (self.reducer.initialized or self._form_buckets()):
+            if self._is_step and (self.reducer.execution.scheduler is not None or self._form_buckets()):
                 self._complete_step()
             if self.take is None or phases.step != step:
                 self._due = set(map(id, self.reducer.optimizers))
@@ -327,17 +328,19 @@ class BackwardHooks:
             raise
         finally:
             self._forget_pass()
-            self._passes.enter("between passes")
+            if self._recorder.trace is not None:
+                self._passes.enter("between passes")
 
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
         self._arrivals.clear()
-        _remove(self._listening)
+        if self._listening:
+            _remove(self._listening)
 
     @property
     def _is_step(self) -> bool:
         """Whether the backward pass under way is one that all ranks make together."""
-        if self.take is None or not self.trained:
+        if self.take is None or not self.reducer.formation.registration.parameters:
             return False
         listens_to_all = self._sentinels is None or bool(self._listening)
         return self.reducer.phases.follows_gradients or bool(self._arrivals) or not listens_to_all
@@ -358,7 +361,7 @@ class BackwardHooks:
 
     def _complete_step(self) -> None:
         reducer = self.reducer
-        if reducer.group.size == 1 and reducer.phases.follows_gradients:  # There are no hooks on parameters.
+        if not self._several and reducer.phases.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         if self._sentinels is None and not reducer.phases.follows_gradients:
@@ -410,7 +413,8 @@ class BackwardHooks:
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers(late=False)
-            self.reducer.compare_ranks()
+            if self.reducer.formation.to_compare is not None:
+                self.reducer.compare_ranks()
             if not self._was_entered and self.joining is None:  # A method of the model has the loss.
                 self.enter_step()
                 self._entered = False

@@ -240,13 +240,14 @@ class Reducer:
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
-        self.formation.settle_loads()
+        if self.formation.equality.loads.begun:
+            self.formation.settle_loads()
         if self.execution.scheduler is None:
             return False
         phases = self.phases
         before = (phases.between_steps, phases.follows_gradients)
         self.formation.follow_phase()
-        self.algorithm.safe_point(phases.step)
+        self.formation.algorithm.safe_point(phases.step)
         if self.execution.scheduler.has_safe_points:
             with self._giving_up():
                 self.execution.scheduler.safe_point(self.formation.clock)

@@ -103,4 +103,4 @@ def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
     lanes.abandon()
     assert begun.wait(60)
     assert lanes.stop(5)
-    assert parts[0].done()
+    assert parts[0].done

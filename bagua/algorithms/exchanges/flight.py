@@ -33,7 +33,7 @@ class Flight:
         what: is sent; None for a local action.
         model: names, parameters and optimizers.
         flat: values to send, laid out like the bucket; after ``How.run`` the result.
-        unfilled: ``flat`` is written when it is read for the first time.
+        unfilled: ``flat`` is written when it is read for the first time; see ``delay``.
         sent: a copy of what was sent, before the factor, if ``Then.start`` has kept it.
         lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.start`` wants it.
         take: takes memory like ``flat`` until the flight is over.
@@ -53,7 +53,7 @@ class Flight:
             "model",
             "prepared",
         ),
-        *("rescale", "round", "scale", "sent", "step", "t", "take", "unfilled", "wait", "what", "_flat"),
+        *("rescale", "round", "scale", "sent", "step", "t", "take", "unfilled", "wait", "what", "flat", "_memory"),
     )
 
     def __init__(
@@ -92,17 +92,23 @@ class Flight:
         self.prepared = prepared
         self.wait = wait
 
-    @property
-    def flat(self) -> torch.Tensor:
-        """Values to send, or the result."""
-        if self.unfilled and self.what is not None:
-            self.unfilled = False
-            self.what.fill(self)
-        return self._flat
+    def delay(self) -> None:
+        """Write ``flat`` when it is read for the first time, if it ever is."""
+        self.unfilled, self._memory = True, self.flat
+        del self.flat
 
-    @flat.setter
-    def flat(self, flat: torch.Tensor) -> None:
-        self._flat = flat
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """``flat``, which was delayed; every other name is there, or unknown."""
+        if name != "flat" or not self.unfilled or self.what is None:
+            raise AttributeError(f"a flight has no {name}", name=name, obj=self)
+        self.unfilled, self.flat = False, self._memory
+        self.what.fill(self)
+        return self.flat
+
+    def kept(self) -> list[torch.Tensor]:
+        """The memory that the flight has taken, which nobody will read."""
+        flat = self._memory if self.unfilled else self.flat
+        return [one for one in (flat, self.sent, self.lost) if one is not None]
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

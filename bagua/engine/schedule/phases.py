@@ -39,6 +39,7 @@ class Phases:
     def bind(self, algorithm: Algorithm, model: Model) -> None:
         """Take the phases of ``algorithm`` for ``model``; they count when one is entered."""
         self._algorithm, self._model = algorithm, model
+        self._several = len(algorithm.phases) > 1
 
     def made(self, exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:
         """Those of ``exchanges`` that are made on a group of this size."""
@@ -52,7 +53,7 @@ class Phases:
     @property
     def is_over(self) -> bool:
         """Whether the step that comes next is in another phase."""
-        return self._algorithm.phase(self.step, self._model) != self._phase
+        return self._several and self._algorithm.phase(self.step, self._model) != self._phase
 
     def enter(self) -> None:
         """Enter the phase of the step that comes next."""

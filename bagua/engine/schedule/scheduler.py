@@ -55,7 +55,6 @@ class Arrival:
 
     __slots__ = (
         "_factor",
-        "_factor_tensor",
         "bucket",
         "fusion",
         "pending",
@@ -77,14 +76,14 @@ class Arrival:
         self.fusion = bucket.fusion
         self.scale: torch.Tensor | None = None
         self._factor = 1.0
-        self._factor_tensor: torch.Tensor | None = None
         self.waiting: list[Slot] = []
         self.waiting_bytes = 0
 
     def begin(self, factor: float) -> None:
         """A backward pass starts, whose gradients are multiplied by ``factor``."""
         self.pending = len(self.slots)
-        self.scale = self._as_tensor(factor)
+        if factor != self._factor:
+            self.scale = self._as_tensor(factor)
         self.waiting, self.waiting_bytes = [], 0
 
     def gather(self) -> None:
@@ -113,11 +112,9 @@ class Arrival:
 
     def _as_tensor(self, factor: float) -> torch.Tensor | None:
         """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
-        if factor != self._factor:
-            exact = self.bucket.dtype in (torch.float32, torch.float64)
-            self._factor = factor
-            self._factor_tensor = torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64)
-        return None if factor == 1.0 else self._factor_tensor
+        self._factor = factor
+        exact = self.bucket.dtype in (torch.float32, torch.float64)
+        return None if factor == 1.0 else torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64)
 
 
 class _Agenda:
@@ -162,9 +159,11 @@ class Scheduler:
     def __init__(self, buckets: Sequence[Bucket], courses: Sequence[Course], *, delay: bool) -> None:
         self.courses = list(courses)
         self._delay = delay
-        self._agendas = {point: _Agenda(point, self.courses) for point in POINTS}
-        self.has_safe_points = bool(self._agendas["safe"])
-        self._of_buckets = [agenda for point in OF_BUCKETS if (agenda := self._agendas[point])]
+        agendas = {point: _Agenda(point, self.courses) for point in POINTS}
+        self._agendas = {point: agenda for point, agenda in agendas.items() if agenda}
+        self.has_safe_points = "safe" in self._agendas
+        self._of_buckets = [self._agendas[point] for point in OF_BUCKETS if point in self._agendas]
+        self._sometimes = [course for course in self.courses if course.exchange.when.steps > 1]
         self._gathering = [
             course
             for course in courses
@@ -191,7 +190,7 @@ class Scheduler:
         """A training forward begins; later ones of the same step change nothing: graphs need the weights."""
         if clock.step != self._was_safe:
             self._was_safe = clock.step
-            for course in self.courses:
+            for course in self._sometimes:
                 course.begin(clock)
             self._reach("safe", clock)
 
@@ -201,10 +200,14 @@ class Scheduler:
         self.clock = clock
         self._backward += 1
         self.launched = 0
-        self._begun = not self._agendas["backward begins"]
-        for course in self.courses:
+        self._begun = "backward begins" not in self._agendas
+        factor = 1.0
+        for course in self._sometimes:
             course.begin(clock)
-        factor = next((scale for course, scale in self._scales if course.due), 1.0)
+        for course, scale in self._scales:
+            if course.due:
+                factor = scale
+                break
         for arrival in self._arrivals:
             arrival.begin(factor)
 
@@ -244,8 +247,8 @@ class Scheduler:
             self._go_through(agenda, self.clock, slice(index, index + 1))
 
     def _reach(self, point: Point, clock: Clock) -> None:
-        if agenda := self._agendas[point]:
-            self._go_through(agenda, clock, _ALL)
+        if point in self._agendas:
+            self._go_through(self._agendas[point], clock, _ALL)
 
     def _go_through(self, agenda: _Agenda, clock: Clock, which: slice) -> None:
         self._fold(agenda, clock, which)
@@ -292,18 +295,16 @@ class Scheduler:
         self.active = False
         self.launch_ready(everything=True)
         self._reach("backward ends", self.clock)
-        self._owe()
+        if "stepped" in self._agendas:
+            self._owe(self._agendas["stepped"])
         if self._unfused and any(course.due or course.exchange.lag for course in self._gathering):
             for bucket in self._unfused:
                 bucket.return_gradients()
 
     # Between backward passes.
 
-    def _owe(self) -> None:
+    def _owe(self, agenda: _Agenda) -> None:
         """What is due when the optimizers have stepped stays owed until then, whatever further backward passes do."""
-        agenda = self._agendas["stepped"]
-        if not agenda:
-            return
         for course in (*agenda.at_once, *agenda.starts):
             self._owed.update({id(track): self.clock for track in course.tracks if course.is_due(track)})
         back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)

@@ -5,29 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from bagua.comm import ProcessGroup, Recorder
-from bagua.engine.schedule.executor import Wait
+from bagua.comm import ProcessGroup, Recorder, Work
+from bagua.engine.schedule.executor import Exchange, Wait
 from bagua.torch_private import profiler_range, profiling
 
 T = TypeVar("T")
 
 
-def shown(name: str, group: ProcessGroup, start: Callable[[], Wait]) -> Wait:
-    """Start an exchange so that timeline and profiler show it, if one of them wants to.
+def is_watched(recorder: Recorder) -> bool:
+    """Whether a timeline, or torch's profiler, wants to show what happens."""
+    return recorder.trace is not None or profiling()
+
+
+def shown(name: str, group: ProcessGroup, start: Callable[[Exchange], Wait], exchange: Exchange) -> Wait:
+    """Start an exchange so that timeline and profiler show it.
 
     Args:
         name: name of the exchange and its bucket.
         group: group whose ranks exchange.
         start: starts it; returns what waits for its end.
+        exchange: communicates, in whatever thread that happens.
 
     Returns:
         What waits for its end.
     """
     recorder = group.recorder
-    if recorder.trace is None and not profiling():
-        return start()
+
+    def run() -> Work | None:
+        running = recorder.clock()
+        try:
+            return exchange()
+        finally:
+            recorder.span(f"run {name}", running, track="work", group=group.label)
+
     begun = recorder.clock()
-    inner = _in_range(name, start)
+    inner = _in_range(name, lambda: start(run))
 
     def wait() -> None:
         waiting = recorder.clock()

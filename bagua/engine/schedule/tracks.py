@@ -13,10 +13,10 @@ import torch
 
 from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.comm import Communicator, ProcessGroup, Recorder, Work
 from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
-from bagua.engine.schedule.spans import shown
+from bagua.engine.schedule.spans import is_watched, shown
 from bagua.engine.state.saving import key_of, paste, propose_again
 from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
@@ -51,6 +51,11 @@ class Lane:
 
     group: ProcessGroup
     executors: dict[torch.device, Executor]
+
+    @functools.cached_property
+    def recorder(self) -> Recorder:
+        """Record of the calls of the rank."""
+        return self.group.recorder
 
 
 class Track:
@@ -94,10 +99,9 @@ class Track:
 
         On a host, to map a new page costs several times what it takes to write it.
         """
-        flight.unfilled = False  # Nobody will read it.
         if self.bucket.by_arrival or self.bucket.device.type == "cpu":
-            for flat in (flight.flat, flight.sent, flight.lost):
-                if flat is not None and flat is not self.bucket.gradients and flat is not _NOTHING:
+            for flat in flight.kept():
+                if flat is not self.bucket.gradients and flat is not _NOTHING:
                     self._buffers.append(flat)
 
 
@@ -137,7 +141,8 @@ class Course:
         self.exchange = exchange
         self.tracks = list(tracks)
         self.lanes = tuple(lanes)
-        self.due: frozenset[int] = frozenset()
+        self._parts = frozenset(range(exchange.parts.n))
+        self.due = self._parts if exchange.when.steps == 1 else frozenset[int]()
         self.at_work: Bucket | None = None
         self._model = model
         self._prepared = prepared
@@ -148,8 +153,6 @@ class Course:
         self._of_arrival = parts.by == "arrival"
         self.together = _together(self.tracks, of_arrival=self._of_arrival)
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
-        self._always = exchange.when.steps == 1
-        self._parts = frozenset(range(parts.n))
         how = exchange.how
         self._scale = 1.0 if lane is None or how is None else how.scale(lane.group)
         self._uniform = how is not None and how.uniform
@@ -171,12 +174,9 @@ class Course:
     # When.
 
     def begin(self, clock: Clock) -> None:
-        """A step begins: find out what is due in it."""
-        when = self.exchange.when
-        self.due = self._parts
-        if not self._always:
-            shifts = enumerate(self._shifts)
-            self.due = frozenset(part for part, shift in shifts if when.due(clock.t, shift, clock.stride))
+        """A step begins: find out what is due in it, unless that is so in every step."""
+        when, shifts = self.exchange.when, enumerate(self._shifts)
+        self.due = frozenset([part for part, shift in shifts if when.due(clock.t, shift, clock.stride)])
 
     def is_due(self, track: Track) -> bool:
         """Whether ``track`` starts in this step."""
@@ -203,31 +203,29 @@ class Course:
         if self._gathers:
             _gather(track.bucket, flight.scale)
         sent_by = how if self._lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
-        flight.unfilled = sent_by is None and self.exchange.at_once and self._from_anchor and flight.scale == 1.0
-        if what is not None and not flight.unfilled:
-            what.fill(flight)
+        if what is not None:
+            if sent_by is None and self.exchange.at_once and self._from_anchor and flight.scale == 1.0:
+                flight.delay()
+            else:
+                what.fill(flight)
         self.exchange.then.start(flight)
         if what is not None and not self._gathered and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         if sent_by is not None:
-            name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
             lane = self.lanes[track.part % len(self.lanes)]
-            run = functools.partial(self._run, sent_by, flight, lane.group, name)
             executor = lane.executors[track.bucket.device]
-            flight.wait = shown(name, lane.group, lambda: executor.run(run))
+            run = functools.partial(self._run, sent_by, flight, lane.group)
+            if is_watched(lane.recorder):
+                name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
+                flight.wait = shown(name, lane.group, executor.run, run)
+            else:
+                flight.wait = executor.run(run)
         track.flights.append(flight)
 
-    def _run(self, how: How, flight: Flight, group: ProcessGroup, name: str) -> Work | None:
+    def _run(self, how: How, flight: Flight, group: ProcessGroup) -> Work | None:
         """Communicate, in whatever thread that happens."""
         self.at_work = flight.bucket
-        recorder = group.recorder
-        if recorder.trace is None:
-            return how.run(flight, group)
-        begun = recorder.clock()
-        try:
-            return how.run(flight, group)
-        finally:
-            recorder.span(f"run {name}", begun, track="work", group=group.label)
+        return how.run(flight, group)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
         shift = 0 if self._of_arrival else self._shifts[track.part]

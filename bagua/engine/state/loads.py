@@ -23,22 +23,19 @@ class Loads:
     Attributes:
         count: steps before which weights were loaded, since the ranks met last.
         step: the last of these steps; -1 before the first.
+        begun: whether there was a call since training went on last.
     """
 
     def __init__(self) -> None:
         self.count, self.step = 0, -1
         self._meetings = self._calls = 0
         self._before = b""
+        self.begun = False
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """A call of ``load_state_dict`` begins; the model has ``weights`` before it."""
         if not self._before:
-            self._before = quick_digest(weights)
-
-    @property
-    def begun(self) -> bool:
-        """Whether there was a call since training went on last."""
-        return bool(self._before)
+            self._before, self.begun = quick_digest(weights), True
 
     def end(self) -> None:
         """It has ended."""
@@ -58,7 +55,7 @@ class Loads:
             weights: gives those of the model as they are now.
         """
         loaded = self.differ(weights)
-        self._calls, self._before = 0, b""
+        self._calls, self._before, self.begun = 0, b"", False
         if not loaded:
             return False
         self.count += 1

@@ -34,16 +34,17 @@ class LaneTask:
 
     Attributes:
         caller: the same.
+        done: whether it is over.
         ended_at: when it was over, by ``time.perf_counter()``; 0.0 before that.
         error: error of ``task``.
     """
 
-    __slots__ = ("_callbacks", "_done", "_task", "caller", "ended_at", "error")
+    __slots__ = ("_callbacks", "_task", "caller", "done", "ended_at", "error")
 
     def __init__(self, task: Callable[[], None], caller: int = 0) -> None:
         self._task: Callable[[], None] | None = task
         self._callbacks: list[Callable[[LaneTask], None]] = []
-        self._done = False
+        self.done = False
         self.caller = caller
         self.ended_at = 0.0
         self.error: BaseException | None = None
@@ -62,17 +63,13 @@ class LaneTask:
     def end(self) -> None:
         """Tell those who wait that it is over, done or not. Idempotent."""
         self.ended_at = time.perf_counter()
-        self._done = True
+        self.done = True
         while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
             except IndexError:  # Another thread took the last one.
                 return
             callback(self)
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._done
 
     def require_other_thread(self) -> None:
         """Raise ``ConcurrentUseError`` if the calling thread would wait for what it does itself, further out."""
@@ -90,7 +87,7 @@ class LaneTask:
             first: True for one that comes before the others, which may wait for a thread that this one wakes.
         """
         self._callbacks.insert(0 if first else len(self._callbacks), callback)
-        if self._done:
+        if self.done:
             try:
                 self._callbacks.remove(callback)
             except ValueError:  # It has run.
@@ -125,13 +122,13 @@ class Lanes:
         """Whether all calls of these lanes are complete."""
         for lane in lanes:
             latest = self.latest.get(lane)
-            if latest is not None and not latest.done():
+            if latest is not None and not latest.done:
                 return False
         return True
 
     def busy(self) -> bool:
         """Whether a call of any lane is not complete."""
-        return any(not latest.done() for latest in list(self.latest.values()))
+        return any(not latest.done for latest in list(self.latest.values()))
 
     def start(
         self,
@@ -178,7 +175,7 @@ class Lanes:
             thread = self._threads[lane] = BackgroundThread(f"{self._name}-{lane[0]}")
         part = LaneTask(partial(contextvars.copy_context().run, task))
         try:
-            if before is not None and not before.done():
+            if before is not None and not before.done:
                 before.require_other_thread()
                 thread.put(partial(_await, before))
             thread.put(part.run)
@@ -268,7 +265,7 @@ class LaneHandle(Handle):
 
     def _settled(self) -> bool:
         """Whether all parts are over, or one has failed."""
-        return self.is_completed() or any(part.error is not None for part in self._parts)
+        return self.is_completed() or self.failed
 
     def _sleep(self, seconds: float) -> None:
         bell = threading.Lock()
@@ -288,7 +285,10 @@ class LaneHandle(Handle):
 
     def is_completed(self) -> bool:
         """Whether all parts are complete."""
-        return all(part.done() for part in self._parts)
+        for part in self._parts:  # noqa: SIM110 - each call asks several times: a generator takes three times as long
+            if not part.done:
+                return False
+        return True
 
     @property
     def failed(self) -> bool:
@@ -298,7 +298,7 @@ class LaneHandle(Handle):
     @property
     def ended_at(self) -> float | None:
         """When the last part was complete; None before that."""
-        return max(part.ended_at for part in self._parts) if self.is_completed() else None
+        return max([part.ended_at for part in self._parts]) if self.is_completed() else None
 
     def notify(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` in the lane whose part is the last to complete."""

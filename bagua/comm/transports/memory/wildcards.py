@@ -24,7 +24,7 @@ class Wildcard:
     def may_take(self, peer: int) -> bool:
         """Whether the next message of ``peer`` is for no receive that was started before."""
         part = self._earlier.get(peer)
-        return part is None or part.done()
+        return part is None or part.done
 
     def holds(self, peer: int) -> bool:
         """Whether a receive from ``peer`` that was started later has to wait."""
