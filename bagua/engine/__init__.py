@@ -3,12 +3,14 @@
 from bagua.engine.access import EngineAccess
 from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
-from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
 from bagua.engine.meeting import meet as meet
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
     EngineOptions,
+    InitOptions,
+    ReducerOptions,
+    SwitchOptions,
     TensorDeclaration,
     check_bucket_bytes,
     check_grad_scaler,
@@ -18,11 +20,13 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.executor import Executor, create_executor
+from bagua.engine.schedule.lanes import Executor, create_executor
 from bagua.engine.start import begin_training, refuse_in_join, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.checkpoints import check as check_saved_state
+from bagua.engine.state.checkpoints import check_owner
+from bagua.engine.state.checkpoints import name_of_rank as name_of_rank
 from bagua.engine.state.optimizers import (
     allreduce_optimizer_state,
     broadcast_optimizer_state,
@@ -30,8 +34,6 @@ from bagua.engine.state.optimizers import (
     take_state,
 )
 from bagua.engine.state.replicas import allreduce_parameters, broadcast_buffers_of, broadcast_parameters
-from bagua.engine.state.saved_states import check_owner
-from bagua.engine.state.saved_states import name_of_rank as name_of_rank
 from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
 from bagua.engine.wrapping import SWITCH as SWITCH
 from bagua.engine.wrapping import Wrapping

@@ -47,9 +47,7 @@ class GlobalAverage:
         """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
         formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
         try:
-            formation.execution.courses.once(
-                exchanges, self._reducer.buckets, formation.model, formation.options, formation.clock
-            )
+            formation.execution.once(exchanges, formation.model, formation.options, formation.clock)
             return [tensor.detach().clone() for tensor in self._tensors]
         finally:
             for tensor, kept in zip(self._tensors, own, strict=True):

@@ -14,15 +14,14 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
-from bagua.engine.buckets.layout import bucket_lists, log_buckets, name_of, positions_of
-from bagua.engine.buckets.order import GradientOrder
+from bagua.engine.buckets.layout import GradientOrder, bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
 from bagua.engine.gradients import restore_unused
 from bagua.engine.meeting import StepFailure, meet
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
-from bagua.engine.schedule import courses
-from bagua.engine.schedule.belongings import Belongings
+from bagua.engine.schedule import facts
 from bagua.engine.schedule.execution import Execution
+from bagua.engine.schedule.lanes import ModelLanes, describe
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock
 from bagua.engine.state.agreement import compare_or_refuse
@@ -50,7 +49,7 @@ class Formation:
         module, optimizers, options: as given; ``reset`` and tuning change the options.
         declaration: the algorithm; ``algorithm`` is that bound to the ranks.
         group: private to this model.
-        belongings: threads and connections to be given back.
+        lanes: threads and connections to be given back.
         registration: parameters as they are trained now.
         model: facts about the module for the algorithm.
         order: order in which gradients appear.
@@ -81,9 +80,9 @@ class Formation:
         self._rebuilt = 0
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
-        courses.describe(self.group, partial(_whereabouts, weakref.ref(self)))
-        self.belongings = Belongings(self.group)
-        self.execution = Execution(courses.Courses(self.group, self.belongings))
+        describe(self.group, partial(_whereabouts, weakref.ref(self)))
+        self.lanes = ModelLanes(self.group)
+        self.execution = Execution(self.group, self.lanes)
         self._own(self.group)
         self.idle = self.group.size == 1 and not declaration.acts_alone
         self.equality = EqualityCheck(declaration, options)
@@ -100,8 +99,8 @@ class Formation:
     def _own(self, group: ProcessGroup) -> None:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
         group.when_closing(partial(self.phases.ending.tell, group.global_communicator))
-        group.when_closing(partial(self.belongings.end, weakref.WeakMethod(self.execution.settle)))
-        self.close_soon = close_with(self, self.belongings)
+        group.when_closing(partial(self.lanes.end, weakref.WeakMethod(self.execution.settle)))
+        self.close_soon = close_with(self, self.lanes)
 
     # What all ranks agree on.
 
@@ -154,14 +153,14 @@ class Formation:
 
     def prepare(self) -> None:
         """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
-        self.execution.courses.prepare(self.phases.coming)
+        self.execution.prepare(self.phases.coming)
 
     # Forming buckets.
 
     def form_at_once(self) -> None:
         """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
         background = self.declaration.in_background
-        if not self.idle and (background or not courses.follows_gradients(self.phases.coming)):
+        if not self.idle and (background or not facts.follows_gradients(self.phases.coming)):
             self.order.suppose_reversed()
             self.form(self.layout(self.options.bucket_bytes))
 
@@ -189,7 +188,7 @@ class Formation:
         """Form buckets of the parameters in these positions, and begin to exchange in them."""
         self.order.suppose(members)
         self.phases.enter()
-        chunked = self.options.chunking or courses.is_chunked(self.phases.exchanges)
+        chunked = self.options.chunking or facts.is_chunked(self.phases.exchanges)
         registered = self.registration
         buckets = [
             Bucket(
@@ -221,7 +220,7 @@ class Formation:
         try:
             yield
         except BaseException as error:
-            self.failure.tell(error, doing, self.execution.courses.groups)
+            self.failure.tell(error, doing, self.execution.lanes.apart)
             raise
 
     # The end of a backward pass.
@@ -232,9 +231,9 @@ class Formation:
         Args:
             without: names of those that got none here.
         """
-        steps = 1 + courses.lag_of_gradients(self.phases.exchanges)
+        steps = 1 + facts.lag_of_gradients(self.phases.exchanges)
         unused_here = self.execution.unused.after(without, steps=steps)
-        feeds_back = courses.brings_lost_gradients(self.phases.exchanges)
+        feeds_back = facts.brings_lost_gradients(self.phases.exchanges)
         restore_unused(unused_here, self.model.parameters, self.communicator, feeds_back=feeds_back)
 
     def step_ended(self) -> None:
@@ -256,14 +255,14 @@ class Formation:
         step, self.to_compare = self.to_compare, None
         assert step is not None, "somebody has asked for to_compare"
         self.execution.settle()
-        belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
+        belief = Belief(self.model, self.execution.buckets, self.execution.places)
         self.equality.look(step, belief, self.group)
 
     # What starts from weights.
 
     def _begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        executed = self.execution.courses
+        executed = self.execution
         shared = executed.fresh_and_shared
         if self.group.size > 1 and shared:
             if loads := self.equality.loads.unmet():
@@ -279,7 +278,7 @@ class Formation:
         Raises:
             ConfigurationError: others count on the weights that were there before.
         """
-        step, executed = self.phases.step, self.execution.courses
+        step, executed = self.phases.step, self.execution
         if not self.equality.loads.begun:
             return
         if self.equality.loads.differ(self.registration.trained_now):
@@ -301,7 +300,7 @@ class Formation:
             with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
                 self.execution.settle()
             self.execution.scheduler.owe_nothing()
-        self.belongings.close()
+        self.lanes.close()
 
     # Starting over.
 
@@ -309,12 +308,12 @@ class Formation:
         """Have the exchanges of this step's phase executed, and make what starts from the weights as they are now."""
         if self.phases.is_over:
             self._change_phase()
-        if self.execution.courses.fresh:
+        if self.execution.fresh:
             self._begin_from_weights()
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
-        if courses.layout_of(self.phases.exchanges) != courses.layout_of(self.phases.coming):
+        if facts.layout_of(self.phases.exchanges) != facts.layout_of(self.phases.coming):
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bagua.comm import Recorder
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
 from bagua.engine.buckets.registration import require_outside, warn_of_unseen
@@ -19,8 +20,7 @@ from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_g
 from bagua.engine.joining import Joining
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.executor import nothing
-from bagua.engine.schedule.spans import Pass, Passes
+from bagua.engine.schedule.lanes import nothing
 from bagua.engine.wrapping import SWITCH, Wrapping
 from bagua.errors import BaguaError
 from bagua.torch_private import accumulates, active_ddp, do_not_compile, when_backward_ends
@@ -61,6 +61,35 @@ do_not_compile(_tell, _arrived, inside=True)
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
+
+
+class Pass:
+    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors."""
+
+    __slots__ = ("__weakref__", "_complete")
+
+    def __init__(self, complete: Callable[[Pass], None]) -> None:
+        self._complete = complete
+
+    def __call__(self) -> None:
+        self._complete(self)
+
+
+class Passes:
+    """The passes of one model, for the timeline."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun: float | None = None
+        self._name = ""
+
+    def enter(self, name: str) -> None:
+        """A part of a step begins, which ends the one before."""
+        if self._recorder.trace is None:
+            return
+        if self._begun is not None:
+            self._recorder.span(self._name, self._begun, track="model")
+        self._begun, self._name = self._recorder.clock(), name
 
 
 class BackwardHooks:

@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms import Algorithm, Gradients, Sum
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.courses import is_between_steps
+from bagua.engine.schedule.facts import is_between_steps
 from bagua.engine.state.optimizers import sendable, take_state
 from bagua.engine.state.replicas import tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
@@ -57,7 +57,7 @@ class Joining:
         self._reducer = reducer
         # An exchange may still go on on the connections of the model.
         group = reducer.group.duplicate("join")
-        reducer.formation.belongings.groups.append(group)
+        reducer.formation.lanes.groups.append(group)
         self._group = group
         self._communicator = group.global_communicator
         self._by_initial_size = by_initial_size
@@ -138,7 +138,7 @@ class Joining:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._reducer.formation.belongings.give_back(self._group)
+        self._reducer.formation.lanes.give_back(self._group)
 
     def _take_state(self, root: int) -> None:
         """All ranks take the weights, buffers and optimizer state of ``root``, which has stepped to the end."""

@@ -6,16 +6,21 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, Outer, as_algorithm
 from bagua.buckets import check_align_bytes
 from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
-from bagua.comm import ProcessGroup
+from bagua.comm import Group, ProcessGroup
 from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from bagua.compression import Codec
+    from bagua.optim import QAdamOptimizer
+    from bagua.topology import Topology
 
 #: What ``buckets`` lists: a parameter, or its name.
 TensorDeclaration = torch.Tensor | str
@@ -187,3 +192,78 @@ def check_leader(intra_comm_root_rank: int, group: ProcessGroup) -> int:
             seen=intra_comm_root_rank,
         )
     return intra_comm_root_rank
+
+
+class EngineKeywords(TypedDict, total=False):
+    """What each entry point takes."""
+
+    bucket_bytes: int
+    buckets: Sequence[Sequence[torch.Tensor | str]]
+    check_every: int | None
+    find_unused_parameters: bool
+    grad_scaler: torch.amp.GradScaler | None
+    process_group: Group | None
+
+
+class ReducerOptions(EngineKeywords, total=False):
+    """Keyword options of ``Reducer``."""
+
+    algorithm: Algorithm | DistributedAlgorithm | str | None
+    intra_comm_root_rank: int
+
+
+class SwitchOptions(EngineKeywords, total=False):
+    """Keyword options of ``ModelSwitchWrapper`` beside the documented ones."""
+
+    align_bytes: int
+    chunking: bool
+    fusion: bool
+
+
+class AlgorithmOptions(TypedDict, total=False):
+    """Options of the algorithms of this package, where one is given by its name."""
+
+    alpha: float
+    anchor_device: Literal["cpu"] | None
+    anchor_dtype: Literal["float32", "weights"]
+    average: bool
+    average_buffers: bool
+    averaging: float
+    beta: float
+    blend: float
+    block_numel: int
+    clip_norm: float | None
+    codec: Codec | str | None
+    communication_interval: int
+    density_steps: int
+    eager: bool
+    error_feedback: bool | float
+    fragment_order: Literal["strided", "bytes"]
+    fragments: int
+    inner: Algorithm | str | None
+    kept: int
+    matrix_rank: int
+    mix: Literal["blend", "add"]
+    momentum: float | None
+    outer: str | Outer
+    outer_lr: float | None
+    outer_momentum: float | None
+    overlap: int
+    pace: Literal["equal", "own"]
+    peer_selection_mode: str | Topology
+    q_adam_optimizer: QAdamOptimizer | None
+    ratio: float
+    reset_every: int
+    seed: int
+    start_after: int
+    sync_every: int
+    sync_interval_ms: float
+    topology: str | Topology
+    value_bits: int | None
+    warmup_steps: int
+
+
+class InitOptions(SwitchOptions, AlgorithmOptions, total=False):
+    """Keyword options of ``bagua_init``."""
+
+    intra_comm_root_rank: int

@@ -23,7 +23,7 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.schedule.courses import sends_gradients
+from bagua.engine.schedule.facts import sends_gradients
 from bagua.engine.state import checkpoints
 from bagua.engine.state.replicas import are_equal
 
@@ -383,14 +383,14 @@ class Reducer:
         """See ``EngineAccess.bagua_finish``."""
         self.formation.failure.check()
         self.flush()
-        formation, executed = self.formation, self.execution.courses
+        formation, executed = self.formation, self.execution
         self.phases.ending.merged_at = self.step
         closing = self.phases.made(formation.declaration.closing())
         if not closing:
             return
         equal = are_equal(formation.registration.parameters, formation.communicator)
         with self._giving_up():
-            executed.once(closing, self.buckets, formation.model, formation.options, formation.clock)
+            executed.once(closing, formation.model, formation.options, formation.clock)
         if not equal:
             executed.weights_were_replaced()
 
@@ -405,7 +405,7 @@ class Reducer:
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
-        self.formation.failure.tell(reason, "a training step", self.execution.courses.groups)
+        self.formation.failure.tell(reason, "a training step", self.execution.lanes.apart)
         self.algorithm.close()
         if self.execution.scheduler is not None:
             self.execution.scheduler.forget()

@@ -154,7 +154,7 @@ class DistributedDataParallel(OverlappingWrapper):
         if before_forward and group.size > 1 and any(True for _ in module.buffers()):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")
-            self.reducer.formation.belongings.groups.append(self._buffer_group)
+            self.reducer.formation.lanes.groups.append(self._buffer_group)
             self._engine.before_step = partial(_take_buffers, weakref.ref(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -884,7 +884,7 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
         wrapped = with_bagua(model, [optimizer], algorithm)
         train_steps(wrapped, optimizer, rank, range(5))
         digest = wrapped.bagua_state_digest()
-        places = wrapped._bagua_engine.reducer.execution.courses.places
+        places = wrapped._bagua_engine.reducer.execution.places
         shared = [
             one.name for one in places[0].memory.declared.values() if one.scope == "shared" and one.per != "family"
         ]
@@ -1019,7 +1019,7 @@ def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypat
         algorithm = Algorithm.of(Exchange(Gradients(), Every(), how, Replace()))
         wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes)
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        return len(model._bagua_engine.reducer.execution.courses.groups)
+        return len(model._bagua_engine.reducer.execution.lanes.apart)
 
     assert thread_ranks(2, train) == [more, more]
 

@@ -695,7 +695,7 @@ def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_rank
         loop = loop_of(algorithm)
         loop.train(3)
         assert loop.wrapped.bagua_state_dict()["step"] == 3
-        for course in loop.wrapped._bagua_engine.reducer.execution.courses.courses:
+        for course in loop.wrapped._bagua_engine.reducer.execution.courses:
             for track in course.tracks:
                 if begins:
                     track.memory.settle = functools.partial(settle_and_interrupt, track.memory)

@@ -70,7 +70,7 @@ METHODS_OF_TORCH = {
     *("_execution_engine", "_post_accumulate_grad_hooks", "_register_backend", "_set_default_backend"),
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
-LONGEST_FILE = 450
+LONGEST_FILE = 600
 MOST_FILES = 15
 #: Folders with one file for each algorithm.
 OF_ALGORITHMS = {"gradients", "local", "neighbors"}

@@ -331,7 +331,11 @@ def replace_exchanges(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, run
 def names_in(exchange: Exchange) -> dict[str, Any]:
     """What is needed to evaluate the printed form of an exchange."""
     parts = (exchange, exchange.what, exchange.when, exchange.how, exchange.then)
-    names = {**vars(bagua.compression), **vars(bagua.primitives), **vars(bagua.algorithms)}
+    names = {
+        **vars(bagua.compression),
+        **vars(bagua.primitives),
+        **{one: getattr(bagua.algorithms, one) for one in bagua.algorithms.__all__},
+    }
     for part in parts:
         names.update(vars(importlib.import_module(type(part).__module__)))
     return {**names, **{type(part).__name__: type(part) for part in parts}, "torch": torch}

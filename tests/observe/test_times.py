@@ -15,7 +15,7 @@ from bagua.comm.records import statistics as records
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import LATEST_LENGTH
 from bagua.comm.records.statistics import KindStatistics, Statistics
-from bagua.engine.schedule.executor import ThreadExecutor
+from bagua.engine.schedule.lanes import ThreadExecutor
 from bagua.errors import CommunicationError
 
 

@@ -21,7 +21,7 @@ from bagua.algorithms import (
     Replace,
 )
 from bagua.comm import solo_group
-from bagua.engine.buckets.order import GradientOrder
+from bagua.engine.buckets.layout import GradientOrder
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.formation import Formation
 from bagua.engine.meeting import StepFailure

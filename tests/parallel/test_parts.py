@@ -14,7 +14,7 @@ from torch import nn
 import bagua.comm
 from bagua.comm import Recorder
 from bagua.engine.outputs import tensors_in
-from bagua.engine.schedule import executor
+from bagua.engine.schedule import lanes
 from bagua.errors import CollectiveMismatchError
 from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state
 
@@ -82,7 +82,7 @@ class Stream:
 def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeypatch):
     device = Device()
     exchanges = Stream(device, "exchange")
-    monkeypatch.setattr(executor, "_communication_stream", lambda _: exchanges)
+    monkeypatch.setattr(lanes, "_communication_stream", lambda _: exchanges)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.on)
 
@@ -94,7 +94,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
         device.notes.append(f"exchange on {device.current.name}")
         return Work()
 
-    wait = executor.StreamExecutor(torch.device("cuda", 0)).run(exchange)
+    wait = lanes.StreamExecutor(torch.device("cuda", 0)).run(exchange)
     assert device.current.name == "compute"
     wait()
     assert device.notes == [
@@ -107,7 +107,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
 
 
 def test_the_background_thread_keeps_order_raises_errors_and_ends():
-    background = executor.ThreadExecutor("test-exchanges", Recorder())
+    background = lanes.ThreadExecutor("test-exchanges", Recorder())
     order: list[int] = []
     waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
 

@@ -293,7 +293,7 @@ def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
         optimizer = sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], algorithm)
         wrapped.bagua_load_state_dict(second)
-        places = wrapped._bagua_engine.reducer.execution.courses.places
+        places = wrapped._bagua_engine.reducer.execution.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
         train_steps(wrapped, optimizer, rank, range(2, 3))
         assert size == 1 or wrapped._bagua_engine.reducer.step == 3

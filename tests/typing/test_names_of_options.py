@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 
 from bagua.algorithms import registry
-from bagua.engine.keywords import AlgorithmOptions, InitOptions, ReducerOptions, SwitchOptions
+from bagua.engine.options import AlgorithmOptions, InitOptions, ReducerOptions, SwitchOptions
 from bagua.engine.reducer import Reducer
 
 

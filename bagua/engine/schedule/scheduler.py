@@ -10,7 +10,7 @@ import torch
 from bagua.algorithms import OF_BUCKETS, POINTS, Flight, Point
 from bagua.buckets import Bucket
 from bagua.engine.buckets.layout import twice, unusable
-from bagua.engine.schedule.executor import nothing
+from bagua.engine.schedule.lanes import nothing
 from bagua.engine.schedule.tracks import Clock, Course, Track
 
 _ALL = slice(None)

@@ -6,17 +6,15 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, ProcessGroup, Recorder, Work
+from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
-from bagua.engine.schedule.executor import Executor, nothing
-from bagua.engine.schedule.spans import is_watched, shown
+from bagua.engine.schedule.lanes import Lane, is_watched, nothing, shown
 from bagua.engine.state.saving import key_of, paste, propose_again
 from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
@@ -38,24 +36,6 @@ class Clock(NamedTuple):
     t: int = 0
     loss_scale: float = 1.0
     stride: int = 1
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Who runs the exchanges of a label, and on which connections.
-
-    Attributes:
-        group: private to the lane.
-        executors: executors, by device.
-    """
-
-    group: ProcessGroup
-    executors: dict[torch.device, Executor]
-
-    @functools.cached_property
-    def recorder(self) -> Recorder:
-        """Record of the calls of the rank."""
-        return self.group.recorder
 
 
 class Track:

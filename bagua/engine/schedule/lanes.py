@@ -1,0 +1,325 @@
+"""Who runs an exchange, on which connections: the thread that computes, a background thread, or a stream.
+
+A lane is a group of its own with executors. What goes on beside other exchanges has one for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from bagua.algorithms import Exchange
+from bagua.buckets import Bucket
+from bagua.comm import BackgroundThread, Communicator, ProcessGroup, Recorder, Work, in_background
+from bagua.errors import CommunicationError
+from bagua.torch_private import profiler_range, profiling
+
+T = TypeVar("T")
+#: Communicates; what it returns is waited for.
+Run = Callable[[], Work | None]
+Wait = Callable[[], object]
+_POLL_S = 0.001
+
+
+def nothing() -> None:
+    """Wait for something that is over."""
+    return
+
+
+class Executor(ABC):
+    """Runs exchanges in the order in which they are given to it."""
+
+    @abstractmethod
+    def run(self, exchange: Run) -> Wait:
+        """Start ``exchange``; the returned function waits for its end and raises its error."""
+
+    def idle(self) -> bool:
+        """Whether no thread of this executor has anything to do."""
+        return True
+
+    def close(self) -> None:
+        """Give back threads. Idempotent."""
+        return
+
+
+class CallerExecutor(Executor):
+    """In the calling thread; what the exchange returns is waited for later."""
+
+    def run(self, exchange: Run) -> Wait:
+        """Run ``exchange`` here and now."""
+        work = exchange()
+        return nothing if work is None else work.wait
+
+
+class ThreadExecutor(Executor):
+    """In one background thread.
+
+    Args:
+        name: name of the thread.
+        recorder: recorder of the rank: told while the thread that computes waits.
+    """
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._thread = BackgroundThread(name)
+        self._queued = self._ended = 0
+
+    def run(self, exchange: Run) -> Wait:
+        """Queue ``exchange``."""
+
+        def complete() -> None:
+            try:
+                with in_background(self._recorder):
+                    work = exchange()
+                    if work is not None:
+                        work.wait()
+            finally:
+                self._ended += 1
+
+        self._queued += 1
+        result = self._thread.submit(complete).result
+        return lambda: self._recorder.while_blocked(result)
+
+    def idle(self) -> bool:
+        """Whether all exchanges that were queued are over."""
+        return self._ended >= self._queued
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.stop()
+
+
+@functools.cache
+def _communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all models of the process, so that all ranks issue exchanges in one order."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class StreamExecutor(Executor):
+    """On a CUDA stream of its own: the host never blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _communication_stream(device)
+
+    def run(self, exchange: Run) -> Wait:
+        """Issue ``exchange`` behind everything that the current stream was given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work = exchange()
+            if work is not None:
+                work.wait()
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool) -> Executor:
+    """The executor that the group's transport prefers for tensors on ``device``.
+
+    Args:
+        group: group whose exchanges will run.
+        device: device on which the buckets lie.
+        blocking: exchanges wait for calls that they start, so they cannot run where
+            gradients are computed.
+    """
+    preferred = group.global_communicator.executor
+    if device.type == "cuda" and preferred == "stream":
+        return StreamExecutor(device)
+    if group.size == 1 or (preferred == "caller" and not blocking):
+        return CallerExecutor()
+    return ThreadExecutor(f"bagua-{group.label}", group.recorder)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Who runs the exchanges of a label, and on which connections.
+
+    Attributes:
+        group: private to the lane.
+        executors: executors, by device.
+    """
+
+    group: ProcessGroup
+    executors: dict[torch.device, Executor]
+
+    @functools.cached_property
+    def recorder(self) -> Recorder:
+        """Record of the calls of the rank."""
+        return self.group.recorder
+
+
+def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
+    """Have messages about calls on ``group`` say what they were made for: what ``activity`` returns then."""
+    for communicator in (group.global_communicator, group.intra_node_communicator, group.inter_node_communicator):
+        if isinstance(communicator, Communicator):
+            communicator.activity.describe = activity
+
+
+class ModelLanes:
+    """The lanes of a model: threads and connections of its own, which it gives back when it is closed or dropped.
+
+    Args:
+        group: private to the model.
+
+    Attributes:
+        executors: executors of the exchanges, while there are buckets.
+        groups: private to the model; none once they are being closed. An error that broke one of them may know the
+            frames of the training loop, and so the model.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._apart: dict[str, ProcessGroup] = {}
+        self.executors: list[Executor] = []
+        self.groups = [group]
+
+    @property
+    def apart(self) -> list[ProcessGroup]:
+        """Connections beside those of the model."""
+        return list(self._apart.values())
+
+    def of(
+        self,
+        group: ProcessGroup,
+        exchanges: Sequence[Exchange],
+        buckets: Sequence[Bucket],
+        blocks: Callable[[Exchange, ProcessGroup], bool],
+    ) -> dict[str, list[Lane]]:
+        """The lanes of each exchange, by label. Collective the first time that one has connections of its own.
+
+        What goes on beside other exchanges has connections and threads of its own; the others share.
+
+        Args:
+            group: that of the model.
+            exchanges: what is exchanged.
+            buckets: where that lies.
+            blocks: whether an exchange waits on a group for calls that it starts.
+        """
+        devices = {bucket.device for bucket in buckets}
+        sent = [one for one in exchanges if one.how is not None]
+        apart = [one for one in sent if one.lag > 0] if len(sent) > 1 else []
+        together = [one for one in sent if one not in apart]
+
+        def lane(on: ProcessGroup, members: Sequence[Exchange]) -> Lane:
+            waits = on.size > 1 and any(blocks(one, on) for one in members)
+            return Lane(on, {device: create_executor(on, device, blocking=waits) for device in devices})
+
+        lanes = {one.label: [lane(self._group_of(group, one.label), [one])] for one in apart}
+        if together:
+            shared = [lane(group, together)]
+            if len(together) == 1 and _takes_turns(together[0], shared[0], buckets):
+                # Labels are unique, so no other lane has connections under this one.
+                shared.append(lane(self._group_of(group, together[0].label), together))
+            lanes.update({one.label: shared for one in together})
+        distinct = {id(one): one for several in lanes.values() for one in several}.values()
+        self.executors = [executor for one in distinct for executor in one.executors.values()]
+        return lanes
+
+    def _group_of(self, group: ProcessGroup, label: str) -> ProcessGroup:
+        if label not in self._apart:
+            self._apart[label] = made = group.duplicate(f"lane-{label}")
+            describe(made, group.global_communicator.activity.describe)
+            self.groups.append(made)
+        return self._apart[label]
+
+    def idle(self) -> bool:
+        """Whether no exchange is under way."""
+        return all(executor.idle() for executor in self.executors) and all(group.idle() for group in self.groups)
+
+    def wait_until_idle(self) -> None:
+        """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
+        while not self.idle():
+            time.sleep(_POLL_S)
+
+    def end(self, end_exchanges: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """The group is closing: a slower rank may still need what this one sends in its last step.
+
+        Args:
+            end_exchanges: waits for what is under way, while the model is there.
+        """
+        wait = end_exchanges()
+        if wait is not None:
+            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
+                wait()
+        else:
+            self.wait_until_idle()
+        self.groups.clear()
+        self._apart.clear()
+
+    def give_back(self, group: ProcessGroup) -> None:
+        """Close one of the groups. Idempotent."""
+        group.close()
+        if group in self.groups:
+            self.groups.remove(group)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        for executor in self.executors:
+            executor.close()
+        for group in list(self.groups):
+            group.close()
+
+
+def _takes_turns(exchange: Exchange, lane: Lane, buckets: Sequence[Bucket]) -> bool:
+    """Whether buckets take turns on two lanes: one is compressed, or added up, while another is on its way.
+
+    Not where calls are work for the processor themselves.
+    """
+    several = exchange.parts.by == "arrival" and len(buckets) > 1
+    if not several or exchange.how is None or not exchange.how.side_by_side:
+        return False
+    waits = any(isinstance(executor, ThreadExecutor) for executor in lane.executors.values())
+    return waits and lane.group.global_communicator.overlaps
+
+
+def is_watched(recorder: Recorder) -> bool:
+    """Whether a timeline, or torch's profiler, wants to show what happens."""
+    return recorder.trace is not None or profiling()
+
+
+def shown(name: str, group: ProcessGroup, start: Callable[[Run], Wait], exchange: Run) -> Wait:
+    """Start an exchange so that timeline and profiler show it.
+
+    Args:
+        name: name of the exchange and its bucket.
+        group: group whose ranks exchange.
+        start: starts it; returns what waits for its end.
+        exchange: communicates, in whatever thread that happens.
+
+    Returns:
+        What waits for its end.
+    """
+    recorder = group.recorder
+
+    def run() -> Work | None:
+        running = recorder.clock()
+        try:
+            return exchange()
+        finally:
+            recorder.span(f"run {name}", running, track="work", group=group.label)
+
+    begun = recorder.clock()
+    inner = _in_range(name, lambda: start(run))
+
+    def wait() -> None:
+        waiting = recorder.clock()
+        _in_range(f"wait for {name}", inner)
+        recorder.span(f"wait for {name}", waiting, track="waits")
+        recorder.span(name, begun, track="exchanges")
+
+    return wait
+
+
+def _in_range(name: str, act: Callable[[], T]) -> T:
+    end_range = profiler_range(name)
+    try:
+        return act()
+    finally:
+        end_range()
