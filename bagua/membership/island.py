@@ -12,8 +12,9 @@ from bagua import errors
 from bagua.comm import Cells, ProcessGroup
 from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreLostError, TooFewMembersError
 
-#: What each rank does when it is told to, with what it is told.
-Act = Callable[[Any], None]
+#: What each rank does when it is told to, with what it is told, and which errors say that it has not happened.
+Acts = Mapping[str, tuple[Callable[[Any], None], tuple[type[CommunicationError], ...]]]
+_NO_ACTS: Acts = {}
 #: How long the ranks of an island wait for each other. Who dies or stops is noticed long before.
 _PATIENCE_S = 7 * 24 * 3600.0
 #: How long a rank that raises what ends the island waits for those that have yet to come there.
@@ -41,18 +42,18 @@ class Island:
 
     Args:
         group: ranks of the island, over connections of their own; None for a process alone.
+        acts: function that each rank calls, by the name of the order, and which errors say that it has not happened.
 
     Attributes:
         rank: number of this process in the island.
         size: ranks of the island.
-        acts: function that each rank calls, by the name of the order, and which errors say that it has not happened.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, acts: Acts = _NO_ACTS) -> None:
         self._group = group
+        self._acts = acts
         self.rank = 0 if group is None else group.rank
         self.size = 1 if group is None else group.size
-        self.acts: Mapping[str, tuple[Act, tuple[type[CommunicationError], ...]]] = {}
 
     @property
     def leads(self) -> bool:
@@ -141,7 +142,7 @@ class Island:
             self._group.close()
 
     def _carry_out(self, name: str, value: object) -> FailedAct | None:
-        act, failures = self.acts[name]
+        act, failures = self._acts[name]
         own: FailedAct | None = None
         try:
             act(value)

@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import logging
 import os
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -23,7 +21,6 @@ from bagua.checks import check_numbers
 from bagua.comm import (
     Cells,
     KeyStore,
-    PhaseDeadline,
     ProcessGroup,
     close_store,
     part_of,
@@ -35,15 +32,12 @@ from bagua.errors import (
     StoreLostError,
 )
 from bagua.membership.checkpoint import place_of, read_state, unusable, write_state
-from bagua.membership.counterparts import Attempt, Counterparts, Samples, connect, epoch_name
+from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch
-from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different, require_same
-from bagua.membership.pace import Announced, Pace
+from bagua.membership.pace import Announced
 from bagua.membership.participant import Participant
-from bagua.membership.presence import Presence, take_seat
-from bagua.membership.roster import Deadlines
-from bagua.membership.transfer import Receiver
+from bagua.membership.state import Attempt, Deadlines, MemberState, Samples, Training, take_seat
 
 _log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
@@ -61,19 +55,6 @@ class Members(NamedTuple):
     alive: tuple[int, ...] = ()
     in_epoch: tuple[int, ...] = ()
     contributed: tuple[int, ...] = ()
-
-
-class Training(Protocol):
-    """A model as it is trained here, for those who receive its state and give it."""
-
-    def give(self) -> dict[str, Any]:
-        """The state between two steps, in parts by name, made of numbers, strings, tensors and containers of these."""
-
-    def take(self, state: Mapping[str, Any], step: int) -> None:
-        """Replace the state, and go on after step number ``step``; -1 for the one that the state tells."""
-
-    def step(self) -> int:
-        """Number of the last step."""
 
 
 class Islands:
@@ -121,55 +102,34 @@ class Islands:
         self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
-        self._store = part_of(store, f"islands/{name}")
+        part = part_of(store, f"islands/{name}")
         self._history: deque[str] = deque(maxlen=64)
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
         self._lost_rank: tuple[int, str] | None = None
-        self._bound = False
-        self._cells = Cells(self._store, where)
-        self._island = Island(group)
+        cells, island = Cells(part, where), Island(group)
         facts = [
             *(f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"),
-            *(f"ranks of an island={self._island.size}", f"resumes={resume is not None}"),
+            *(f"ranks of an island={island.size}", f"resumes={resume is not None}"),
         ]
-        self.seat = self._island.share(lambda: self._sit_down(facts))
-        self._checkpoint, self._resume = (place_of(one, self.seat, self._island.rank) for one in (checkpoint, resume))
+        self.seat = island.share(lambda: _sit_down(cells, facts))
+        self._checkpoint, self._resume = (place_of(one, self.seat, island.rank) for one in (checkpoint, resume))
         self._facts: list[str] = []
-        self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
-        connection = partial(
-            connect,
-            self._store,
-            self._presence,
-            self._island.rank,
-            backend,
-            deadlines,
-            PhaseDeadline(deadlines.meet_s, deadlines.silence_s),
-        )
-        receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
-        self._counterparts = Counterparts(self._presence, self._cells, connection, self._changed, *self.place, receiver)
-        self._island.acts = self._counterparts.acts
-        self._participant: Participant | Follower = Follower(self._island, self._counterparts, self._cells)
-        if self._island.leads:
-            self._participant = Participant(
-                self._presence, self._cells, self._island, self._counterparts,
-                size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
-            )  # fmt: skip
-        self.pace = Pace(self.seat)
-        self._presence.start(self._watch)
+        self._state = MemberState(cells, self.seat, deadlines, (island.rank, island.size))
+        self.pace = self._state.pace
+        self._counterparts = Counterparts(self._state, part, backend, self._changed)
+        self._island = Island(group, self._counterparts.acts)
+        self._participant = Participant(self._state, self._island, self._counterparts, size=size, minimum=minimum)
+        self._state.start(self._watch)
         _living.add(self)
-
-    def _sit_down(self, facts: list[str]) -> int:
-        require_same(self._cells, "job", facts, "runs")
-        return take_seat(self._cells)
 
     # What users ask.
 
     def members(self) -> Members:
         """Who is alive, who takes part, and who was part of the last result."""
-        epoch = self._counterparts.epoch
+        epoch = self._state.epoch
         in_epoch = () if epoch is None else epoch.members
-        return Members(self._presence.roster.alive(), in_epoch, self._participant.contributed)
+        return Members(self._state.roster.alive(), in_epoch, self._state.contributed)
 
     def metrics(self) -> dict[str, float]:
         """What ``bagua.torch_api.metrics`` says of islands, where there is a default group; here it is always there.
@@ -188,8 +148,8 @@ class Islands:
         lines = [
             f"seat {self.seat}: alive {list(alive)}, in the epoch {list(in_epoch)}, contributed {list(contributed)}"
         ]
-        lines += [f"waiting: {self._participant.waiting_for}"] if self._participant.waiting_for else []
-        lines += [self._presence.trouble] if self._presence.trouble else []
+        lines += [f"waiting: {self._state.waiting_for}"] if self._state.waiting_for else []
+        lines += [self._state.trouble] if self._state.trouble else []
         lines += [f"this process left: {self._left}"] if self._left else []
         return "\n".join([*lines, *reversed(self._history)])
 
@@ -219,7 +179,7 @@ class Islands:
     def _leave(self, reason: str, error: BaseException | None = None) -> None:
         if not self._left:
             self._left = reason
-            self._presence.leave(reason)
+            self._state.leave(reason)
             self._counterparts.close()
             if error is not None:  # The other ranks may be waiting for this one.
                 self._island.abort(reason)
@@ -259,41 +219,34 @@ class Islands:
             StoreLostError: the store does not answer.
         """
         self._check_open()
-        if self._bound:
+        state = self._state
+        if state.training is not None:
             raise ConfigurationError(
                 "these islands train another model already",
                 argument="between",
                 expected="islands of its own for each model, with another name",
                 seen=repr(self),
             )
-        counterparts = self._counterparts
-        samples = counterparts.samples
-        told = [*facts, "no ElasticSampler" if samples is None else samples.fact]
+        told = [*facts, "no ElasticSampler" if state.samples is None else state.samples.fact]
         self._refuse_other_samples(told[-1])
-        self._island.share(lambda: require_same(self._cells, "model", told, "models"))
-        self._bound = True
-        counterparts.give = lambda: {**training.give(), "pace": dict(self.pace.numbers)}
-        counterparts.take, counterparts.step = partial(self._take, training), training.step
+        self._island.share(lambda: require_same(state.cells, "model", told, "models"))
+        state.training = training
         with self._leaving():
             self._begin_from_file(told)
             self._participant.join(early=early)
         self._facts = told
-        if samples is not None:
-            samples.begin()
-
-    def _take(self, training: Training, state: Mapping[str, Any], step: int) -> None:
-        self.pace.numbers = state["pace"]
-        training.take(state, step)
+        if state.samples is not None:
+            state.samples.begin()
 
     def _begin_from_file(self, facts: list[str]) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
-        if self._resume is None or not self._island.share(lambda: self._cells.read([epoch_name(1)])[0] is None):
+        if self._resume is None or not self._island.share(lambda: self._state.read_epoch(1) is None):
             return
         state = read_state(self._resume, facts)
         if state["samples"] is not None:  # Seats are given out anew.
             state["samples"]["lanes"] = [*range(self.size)]
         try:
-            self._counterparts.replace(state, -1)
+            self._state.take(state, -1)
         except Exception as error:
             raise unusable(self._resume, error) from error
 
@@ -304,7 +257,7 @@ class Islands:
             return
         self._checkpoint = None  # A step may be given up twice.
         try:
-            write_state(file, self._facts, self._counterparts.state())
+            write_state(file, self._facts, self._state.give())
             told = f"The state of this process is in {file}; join_islands(resume=...) begins from it."
         except Exception as failure:  # noqa: BLE001 - the error that ends training must not be replaced
             told = f"Its state could not be saved in {file}: {type(failure).__name__}: {failure}."
@@ -328,14 +281,14 @@ class Islands:
         Raises:
             ConfigurationError: training has begun, or others are dealt out.
         """
-        if self._bound or self._counterparts.samples is not None:
+        if self._state.training is not None or self._state.samples is not None:
             raise ConfigurationError(
                 "these islands agree on their samples already, or on none",
                 argument="islands",
                 expected="one sampler for each, made before with_bagua",
                 seen=repr(self),
             )
-        self._counterparts.samples = samples
+        self._state.samples = samples
 
     @property
     def place(self) -> tuple[int, int]:
@@ -353,8 +306,8 @@ class Islands:
         self._check_open()
         with self._leaving(), self.pace.waiting():
             self._participant.exchange(attempt, alike)
-            if self._counterparts.samples is not None:
-                self._counterparts.samples.settle()
+            if self._state.samples is not None:
+                self._state.samples.settle()
 
     def check_loads(self) -> None:
         """Refuse weights that are loaded here alone, once the islands have exchanged.
@@ -362,7 +315,7 @@ class Islands:
         Raises:
             ConfigurationError: they have.
         """
-        if self._participant.contributed:
+        if self._state.contributed:
             raise ConfigurationError(
                 f"seat {self.seat} loads weights or state, and the other islands go on from what all have exchanged",
                 argument="state_dict",
@@ -409,11 +362,16 @@ class Islands:
     def _watch(self) -> None:
         """From the thread that gives signs of life: end calls that wait for a member that is gone."""
         self._counterparts.watch()
-        for rank, why in self._presence.lost_ranks().items():
+        for rank, why in self._state.lost_ranks().items():
             self._lost_rank = self._lost_rank or (rank, why)
-            self._presence.leave(f"rank {rank} of this island is lost: {why}")
+            self._state.leave(f"rank {rank} of this island is lost: {why}")
             self._island.abort(why, rank)
             self._counterparts.abort(f"rank {rank} of its island is lost: {why}")
+
+
+def _sit_down(cells: Cells, facts: list[str]) -> int:
+    require_same(cells, "job", facts, "runs")
+    return take_seat(cells)
 
 
 _living: weakref.WeakSet[Islands] = weakref.WeakSet()

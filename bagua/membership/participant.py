@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from bagua.comm import Cells
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,
@@ -19,11 +19,10 @@ from bagua.errors import (
     TooFewMembersError,
 )
 from bagua.membership.alike import Alike
-from bagua.membership.counterparts import LOSSES, Attempt, Counterparts, epoch_name
+from bagua.membership.counterparts import LOSSES, Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from bagua.membership.island import FailedAct, Island
-from bagua.membership.presence import Presence
-from bagua.membership.roster import Deadlines
+from bagua.membership.state import Attempt, MemberState, epoch_name
 from bagua.membership.transfer import MOST_DONORS
 
 _log = logging.getLogger("bagua")
@@ -32,53 +31,28 @@ _ROUNDS = 3
 
 
 class Participant:
-    """One island in the epochs of all, on its first rank.
+    """One rank of an island in the epochs of all. The first rank decides, the others do what it says, each call long.
 
     Args:
-        presence: its seat.
-        cells: cells of the store.
-        island: its ranks.
-        counterparts: connections of this rank with the first ranks of other islands.
+        state: state of this rank.
+        island: ranks of its island.
+        counterparts: connections of this rank with those of other islands.
         size: islands that begin together, if none has begun yet.
         minimum: members that may go on; None for more than half of the last epoch.
-        timeout_s: how long to wait for others before giving up, in seconds.
-        deadlines: how often to look.
-
-    Attributes:
-        standing: how far it has come; None before it has the state.
-        contributed: seats whose contributions are part of the last result.
-        waiting_for: why nothing goes on; empty if something does.
     """
 
     def __init__(
-        self,
-        presence: Presence,
-        cells: Cells,
-        island: Island,
-        counterparts: Counterparts,
-        *,
-        size: int,
-        minimum: int | None,
-        timeout_s: float,
-        deadlines: Deadlines,
+        self, state: MemberState, island: Island, counterparts: Counterparts, *, size: int, minimum: int | None
     ) -> None:
-        self._presence = presence
-        self._cells = cells
-        self._island = island
-        self._counterparts = counterparts
+        self._state, self._island, self._counterparts = state, island, counterparts
         self._size = size
         self._minimum = minimum
-        self._timeout_s = timeout_s
-        self._deadlines = deadlines
-        self._called = False
+        self._timeout_s = state.deadlines.timeout_s
         #: Whether newcomers receive the state before they come in; of this one itself, as long as it may catch up.
         self._early = False
         self._rounds = 0
         self._seen: object = None
         self._alike = Alike()
-        self.standing: Standing | None = None
-        self.contributed: tuple[int, ...] = ()
-        self.waiting_for = ""
 
     # Coming in.
 
@@ -93,14 +67,17 @@ class Participant:
             StoreLostError: the store does not answer.
             ConfigurationError: no member can send its state.
         """
+        if not self._island.leads:
+            self._follow()
+            return
         self._early = early and self._island.size == 1
-        self._presence.tell(waiting=True, admit=not self._early)
+        self._state.tell(waiting=True, admit=not self._early)
         with self._island.leading(self._outcome):
             self._wait_for_the_state(time.monotonic())
 
     def _wait_for_the_state(self, started: float) -> None:
         epoch: Epoch | None = None
-        while self.standing is None:
+        while self._state.standing is None:
             later = self._cell(1 if epoch is None else epoch.number + 1, partial(self._not_yet, epoch))
             if later is None:
                 if epoch is not None and self._catch_up(epoch):
@@ -109,7 +86,7 @@ class Participant:
                     self._wait(started)
                 continue
             epoch = later
-            if self._presence.seat in epoch.members and self._cell(epoch.number + 1) is None:
+            if self._state.seat in epoch.members and self._cell(epoch.number + 1) is None:
                 self._come_in(epoch)
 
     def _not_yet(self, epoch: Epoch | None) -> Epoch | str:
@@ -119,12 +96,12 @@ class Participant:
             TooFewMembersError: no member will let it in.
         """
         if epoch is None:
-            waiting, size = self._presence.roster.waiting(), self._size
+            waiting, size = self._state.roster.waiting(), self._size
             return first_epoch(waiting) if len(waiting) >= size else f"{len(waiting)} of {size} that begin are here"
-        if set(epoch.members) - {self._presence.seat} <= self._presence.roster.left():
+        if set(epoch.members) - {self._state.seat} <= self._state.roster.left():
             raise TooFewMembersError(
                 f"the run is over: all members of epoch {epoch.number} have left",
-                rank=self._presence.seat,
+                rank=self._state.seat,
                 peers=epoch.members,
                 advice="Choose another name= for another run.",
             )
@@ -132,29 +109,30 @@ class Participant:
 
     def _catch_up(self, epoch: Epoch) -> bool:
         """Receive the state of the last exchange before coming in, if it is not here; whether it was received."""
-        newest, presence = self._presence.roster.exchange_of(epoch.members), self._presence
+        state = self._state
+        newest = state.roster.exchange_of(epoch.members)
         if not self._early or self._counterparts.has >= newest:
             return False
         if self._rounds == _ROUNDS:
-            presence.tell(admit=True)
+            state.tell(admit=True)
         self._rounds += 1
         if self._rounds > _ROUNDS:
             return False
-        first = presence.seat % len(epoch.members)  # Newcomers ask different members.
+        first = state.seat % len(epoch.members)  # Newcomers ask different members.
         asks = (*epoch.members[first:], *epoch.members[:first])[:MOST_DONORS]
-        presence.tell(needs=newest, asks=asks)
+        state.tell(needs=newest, asks=asks)
         try:
             self._counterparts.receive_early(asks, newest, partial(self._check_wait, time.monotonic()))
         except (PeerLostError, CollectiveTimeoutError) as error:
-            _log.info("islands: no state for seat %d: %s", presence.seat, error.problem)
-        presence.tell(needs=-1, asks=(), has=self._counterparts.has)
+            _log.info("islands: no state for seat %d: %s", state.seat, error.problem)
+        state.tell(needs=-1, asks=(), has=self._counterparts.has)
         return True
 
     def _come_in(self, epoch: Epoch) -> None:
-        seat = self._presence.seat
+        seat = self._state.seat
         if epoch.number == 1 and seat in epoch.donors:
-            self._presence.tell(waiting=False, epoch=epoch.number)
-            self.standing = Standing(seat, epoch)
+            self._state.tell(waiting=False, epoch=epoch.number)
+            self._state.standing = Standing(seat, epoch)
             if not self._meet(epoch, resting=True):
                 self._change()
             self._serve()
@@ -162,14 +140,14 @@ class Participant:
         failure = self._enter(epoch) or self._get_state(epoch)
         if failure is not None:
             _log.info("islands: no state for seat %d in epoch %d: %s", seat, epoch.number, failure.problem)
-            self._presence.tell(epoch=epoch.number, has=-1, report=StopReport(epoch.number, complete=False))
+            self._state.tell(epoch=epoch.number, has=-1, report=StopReport(epoch.number, complete=False))
             return
-        self.standing = Standing.of_newcomer(seat, epoch)
-        self._presence.tell(waiting=False, admit=False, epoch=epoch.number, exchange=epoch.base, report=None)
+        self._state.standing = Standing.of_newcomer(seat, epoch)
+        self._state.tell(waiting=False, admit=False, epoch=epoch.number, exchange=epoch.base, report=None)
 
     def _get_state(self, epoch: Epoch) -> FailedAct | None:
         """Receive the state that ``epoch`` begins with, if it is not here, and go on where the others are."""
-        if self._presence.seat in epoch.newcomers:
+        if self._state.seat in epoch.newcomers:
             return self._island.do("receive", self._counterparts.donors(epoch)) or self._island.do("take", -1)
         if self._counterparts.has != epoch.base:
             return FailedAct(f"it has the state of exchange {self._counterparts.has}, and {epoch.base} counts")
@@ -191,42 +169,63 @@ class Participant:
             StoreLostError: members are lost, and so is the store.
             PeerLostError: a rank of this island is lost.
         """
-        assert self.standing is not None
-        self._counterparts.attempt = attempt
-        self._alike.begin(alike)
-        with self._island.leading(self._outcome):
-            self.standing = self.standing.enter()
-            number = self.standing.entered
-            members = self.standing.epoch.members
-            while not self._attempt():
-                self._change()
-                if self.standing.applied >= number:  # All who stay hold the result, which those before have made.
-                    break
-                members = self.standing.epoch.members
-                self.standing = self.standing.enter()
-            self.contributed = members
+        self._state.attempt = attempt
+        if self._island.leads:
+            self._lead_exchange(alike)
+        else:
+            self._state.contributed, self._state.called = self._follow()
         if not self._early:
             self._counterparts.withdraw()
 
+    def _lead_exchange(self, alike: Sequence[torch.Tensor]) -> None:
+        self._alike.begin(alike)
+        with self._island.leading(self._outcome):
+            self._state.standing = self._standing.enter()
+            number = self._standing.entered
+            members = self._standing.epoch.members
+            while not self._attempt():
+                self._change()
+                if self._standing.applied >= number:  # All who stay hold the result, which those before have made.
+                    break
+                members = self._standing.epoch.members
+                self._state.standing = self._standing.enter()
+            self._state.contributed = members
+
+    def _follow(self) -> Any:
+        """Do what the first rank says in this call. It may be gone, and have said nothing, because the store is.
+
+        Raises:
+            StoreLostError: the first rank is lost, and so is the store.
+            CommunicationError: the call ended on the first rank with it, or that one is lost.
+        """
+        try:
+            return self._island.follow()
+        except LOSSES:
+            self._state.read_epoch(1)
+            raise
+
+    @property
+    def _standing(self) -> Standing:
+        assert self._state.standing is not None
+        return self._state.standing
+
     def _outcome(self) -> tuple[tuple[int, ...], bool]:
         """Who has contributed, and whether newcomers are let in before the next step."""
-        return self.contributed, self._called
+        return self._state.contributed, self._state.called
 
     def _attempt(self) -> bool:
         """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
-        assert self.standing is not None
-        self._counterparts.under_way = self.standing.entered
         failure = self._island.do("attempt")
         if failure is not None:
             self._stop(failure)
             return False
-        self.standing = self.standing.hold()
+        self._state.standing = self._standing.hold()
         try:
-            self._called = self._pass_barrier()
+            self._state.called = self._pass_barrier()
         except LOSSES as error:
             self._stop(FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ()))
             return False
-        self.standing = self.standing.apply()
+        self._state.standing = self._standing.apply()
         return True
 
     def _pass_barrier(self) -> bool:
@@ -241,32 +240,39 @@ class Participant:
 
     def _strangers(self, *, admit: bool = True) -> list[int]:
         """Seats of those who wait, and are no members: all, or those who want to be let in without the state."""
-        members, roster = () if self.standing is None else self.standing.epoch.members, self._presence.roster
+        members = () if self._state.standing is None else self._standing.epoch.members
+        roster = self._state.roster
         found = [seat for seat in roster.waiting() if seat not in members]
         return [seat for seat in found if roster.records[seat].admit] if admit else found
 
     def rest(self) -> None:
         """Between two steps: let newcomers in, and offer the state to those who ask for it."""
-        assert self.standing is not None
-        self._counterparts.at = (self.standing.applied, self._counterparts.step())
-        self._presence.note(exchange=self.standing.applied)
-        changes, offers = self._called, False
-        if self._early and not changes:
-            changes, offers = self._look_around(self.standing)
-        if not changes and not offers:
+        if not self._island.leads:
+            if self._state.called:
+                self._state.contributed, self._state.called = self._follow()
             return
+        assert self._state.training is not None
+        self._state.at = (self._standing.applied, self._state.training.step())
+        self._state.note(exchange=self._standing.applied)
+        changes, offers = self._state.called, False
+        if self._early and not changes:
+            changes, offers = self._look_around(self._standing)
+        if changes or offers:
+            self._lead_rest(changes=changes)
+
+    def _lead_rest(self, *, changes: bool) -> None:
         with self._island.leading(self._outcome):
             if changes:
-                self.standing = self.standing.stop(resting=True)
-                self._presence.tell(report=self.standing.report)
+                self._state.standing = self._standing.stop(resting=True)
+                self._state.tell(report=self._standing.report)
                 self._change()
                 self._serve()
             else:
-                self._island.do("offer", [self.standing.applied, self.standing.epoch.number])
+                self._island.do("offer", [self._standing.applied, self._standing.epoch.number])
 
     def _look_around(self, standing: Standing) -> tuple[bool, bool]:
         """Whether the epoch ends, and whether somebody asks for the state; new only after a new look at the others."""
-        roster, offered = self._presence.roster, self._counterparts.offered
+        roster, offered = self._state.roster, self._counterparts.offered
         if roster.records is self._seen:
             return False, False
         self._seen = roster.records
@@ -275,7 +281,7 @@ class Participant:
         strangers = [roster.records[seat] for seat in self._strangers(admit=False)]
         if not strangers and standing.applied > offered:
             self._counterparts.withdraw()
-        seat, applied = self._presence.seat, standing.applied
+        seat, applied = self._state.seat, standing.applied
         return (
             any(one.has == applied for one in strangers),
             any(seat in one.asks and offered < one.needs <= applied for one in strangers),
@@ -283,41 +289,39 @@ class Participant:
 
     def _serve(self) -> None:
         """Offer newcomers the state, if this island is one of those that do."""
-        epoch = self._counterparts.epoch
-        if epoch is not None and epoch.newcomers and self._presence.seat in self._counterparts.donors(epoch):
+        epoch = self._state.epoch
+        if epoch is not None and epoch.newcomers and self._state.seat in self._counterparts.donors(epoch):
             self._island.do("offer", [epoch.base, epoch.number])
 
     # From one epoch to the next.
 
     def _stop(self, failure: FailedAct, *, resting: bool = False) -> None:
         """Say that this island takes part in this epoch no more."""
-        assert self.standing is not None
-        self.standing = self.standing.stop(resting=resting, lost=set(failure.lost) - {self._presence.seat})
-        self._presence.tell(report=self.standing.report)
+        self._state.standing = self._standing.stop(resting=resting, lost=set(failure.lost) - {self._state.seat})
+        self._state.tell(report=self._standing.report)
 
     def _change(self) -> None:
         """Go on to the next epoch, as it is written, or propose one."""
         started = time.monotonic()
-        self._called = False
+        self._state.called = False
         while True:
-            standing = self.standing
-            assert standing is not None
+            standing = self._standing
             assert standing.report is not None
             late = time.monotonic() - started > self._timeout_s
             epoch = self._cell(standing.epoch.number + 1, partial(self._successor, standing, late=late))
             if epoch is None:
                 self._wait(started, give_up=late)
                 continue
-            if self._presence.seat not in epoch.members:
+            if self._state.seat not in epoch.members:
                 self._check_here()  # Others may learn of a goodbye, and go on, before this thread does.
                 raise self._left_out(epoch)
-            self.standing = standing.follow(epoch)
+            self._state.standing = standing.follow(epoch)
             if self._meet(epoch, resting=standing.report.resting):
                 return
 
     def _successor(self, standing: Standing, *, late: bool) -> Epoch | str:
         """What follows the epoch of ``standing``, as far as this process can tell."""
-        epoch, roster = standing.epoch, self._presence.roster
+        epoch, roster = standing.epoch, self._state.roster
         reports, gone = roster.reports(epoch.number), roster.gone(epoch.number)
         if standing.report is not None:  # The store may not have taken it.
             reports[standing.seat] = standing.report
@@ -329,25 +333,24 @@ class Participant:
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
         """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""
-        name = epoch_name(number)
+        state = self._state
         try:
-            written = self._cells.read([name])[0]
-            if written is None and propose is not None:
-                self._presence.look()
-                proposal = propose()
-                if isinstance(proposal, str):
-                    self._note(proposal)
-                else:
-                    written = self._cells.claim(name, proposal.to_json())
+            written = state.read_epoch(number)
+            if written is not None or propose is None:
+                return written
+            state.look()
+            proposal = propose()
+            if not isinstance(proposal, str):
+                return Epoch.from_json(state.cells.claim(epoch_name(number), proposal.to_json()))
+            self._note(proposal)
         except StoreLostError as error:
-            self._presence.trouble = error.problem
-            return None
-        return None if written is None else Epoch.from_json(written)
+            state.trouble = error.problem
+        return None
 
     def _note(self, why: str) -> None:
-        if why != self.waiting_for:
-            _log.info("islands: seat %d: %s", self._presence.seat, why)
-        self.waiting_for = why
+        if why != self._state.waiting_for:
+            _log.info("islands: seat %d: %s", self._state.seat, why)
+        self._state.waiting_for = why
 
     def _wait(self, started: float, *, give_up: bool = True, pause: bool = True) -> None:
         """Wait for a moment, or give up after ``timeout_s``.
@@ -364,14 +367,14 @@ class Participant:
         self._check_here()
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s or not give_up:
-            time.sleep(self._deadlines.poll_s if pause else 0.0)
+            time.sleep(self._state.deadlines.poll_s if pause else 0.0)
             return
-        seat, timeout_s = self._presence.seat, self._timeout_s
-        if self._presence.trouble:
-            raise StoreLostError(self._presence.trouble, rank=seat, elapsed_s=elapsed_s, timeout_s=timeout_s)
-        away, epoch = self._presence.roster.gone(-1), self._counterparts.epoch
+        seat, timeout_s = self._state.seat, self._timeout_s
+        if self._state.trouble:
+            raise StoreLostError(self._state.trouble, rank=seat, elapsed_s=elapsed_s, timeout_s=timeout_s)
+        away, epoch = self._state.roster.gone(-1), self._state.epoch
         raise TooFewMembersError(
-            self.waiting_for or "the others do not come",
+            self._state.waiting_for or "the others do not come",
             rank=seat,
             peers=[member for member in (() if epoch is None else epoch.members) if member in away],
             elapsed_s=elapsed_s,
@@ -381,8 +384,8 @@ class Participant:
         )
 
     def _check_here(self) -> None:
-        if self._presence.has_left:
-            raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
+        if self._state.has_left:
+            raise CommunicatorClosedError("this process has left its islands", rank=self._state.seat)
 
     def _check_wait(self, started: float) -> None:
         """While somebody else does what this process waits for: give up when waiting is no use."""
@@ -394,17 +397,17 @@ class Participant:
         if failure is not None:
             self._stop(failure, resting=resting)
             return False
-        self._presence.tell(epoch=epoch.number, report=None)
+        self._state.tell(epoch=epoch.number, report=None)
         return True
 
     def _enter(self, epoch: Epoch) -> FailedAct | None:
         """Have all ranks connect with those of the other members."""
-        self.waiting_for = ""
+        self._state.waiting_for = ""
         return self._island.do("enter", epoch.to_json())
 
     def _left_out(self, epoch: Epoch) -> LeftOutError:
         return LeftOutError(
-            f"seat {self._presence.seat} is not in epoch {epoch.number} of seats {list(epoch.members)}: {epoch.why}",
-            rank=self._presence.seat,
+            f"seat {self._state.seat} is not in epoch {epoch.number} of seats {list(epoch.members)}: {epoch.why}",
+            rank=self._state.seat,
             peers=epoch.members,
         )

@@ -18,7 +18,7 @@ from bagua.comm import new_group, open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.integrations.fsdp import exchange_shards
 from bagua.membership import Islands
-from bagua.membership.roster import Deadlines
+from bagua.membership.state import Deadlines
 from tests.harness import State, seeded
 from tests.integrations.test_fsdp import (
     SHARDS,
@@ -72,7 +72,7 @@ def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple
     found = {}
     for step in range(exchange.bagua_step + 1, steps + 1):
         if step == 4 * PERIOD:  # The exchange after this step has to see the one that came again.
-            while not any(seat > 1 and one.waiting for seat, one in islands._presence.roster.records.items()):
+            while not any(seat > 1 and one.waiting for seat, one in islands._state.roster.records.items()):
                 time.sleep(0.002)
         train_step(model, optimizer, step)
         if step % PERIOD == 0:
@@ -195,7 +195,7 @@ def bytes_between(shards: int, where: str) -> int:
         exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), between=islands)
         sent = 0
         for _ in range(2):
-            communicator = islands._counterparts.group.global_communicator
+            communicator = islands._state.link[1].global_communicator
             before = communicator.statistics.sent_bytes()
             optimizer.zero_grad()
             model(torch.ones(2, 64)).sum().backward()

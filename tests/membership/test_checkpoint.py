@@ -259,7 +259,7 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
     file, begun = tmp_path / "state.pt", threading.Event()
     with joined(new_store(), 1) as islands:
         wrapped(islands, "diloco")
-        write_state(file, islands._facts, islands._counterparts.state())
+        write_state(file, islands._facts, islands._state.give())
 
     numbers = iter(range(2))
 
@@ -311,7 +311,7 @@ def train_behind_a_loader_that_is_ahead(store, file):
             learn(model, batch)
             trained += batch
         if islands.seat == 0:
-            write_state(file, islands._facts, islands._counterparts.state())
+            write_state(file, islands._facts, islands._state.give())
         return trained
 
 
@@ -339,7 +339,7 @@ def test_the_options_of_the_algorithm_may_be_others(tmp_path):
     file = tmp_path / "state.pt"
     with joined(new_store(), 1) as islands:
         model = wrapped(islands, "diloco")
-        write_state(file, islands._facts, islands._counterparts.state())
+        write_state(file, islands._facts, islands._state.give())
     with joined(new_store(), 1, resume=file) as islands:
         begun = wrapped(islands, Algorithm.init("diloco", sync_every=9, outer_lr=0.1))
     assert torch.equal(begun.weight, model.weight)

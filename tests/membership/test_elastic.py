@@ -136,7 +136,7 @@ def test_a_newcomer_comes_in_between_two_steps_with_the_momentum_of_the_others()
                 if step == 2 and not late:
                     seen.set()
                     assert came.wait(60)
-                    while 2 not in (records := islands._presence.roster.records) or not records[2].waiting:
+                    while 2 not in (records := islands._state.roster.records) or not records[2].waiting:
                         threading.Event().wait(0.002)
 
             return train(islands, wrapped(islands), 5, before=pace)

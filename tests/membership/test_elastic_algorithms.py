@@ -62,7 +62,7 @@ def train_elastic(algorithm):
         found = {}
         for step in range(first, last + 1):
             if step == COMES_AFTER and islands.seat < 3 and last == STEPS:
-                while not any(seat > 2 and one.waiting for seat, one in islands._presence.roster.records.items()):
+                while not any(seat > 2 and one.waiting for seat, one in islands._state.roster.records.items()):
                     threading.Event().wait(0.002)
             optimizer.zero_grad()
             loss_of(model, islands.seat, step).backward()

@@ -249,7 +249,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
 def test_signs_of_life_go_on_after_an_error():
     def island(store):
         with joined(store, 1) as islands:
-            presence, failures = islands._presence, iter([ValueError("half a record")])
+            presence, failures = islands._state, iter([ValueError("half a record")])
             look = presence.roster.look
 
             def fail_once(now):
@@ -258,8 +258,8 @@ def test_signs_of_life_go_on_after_an_error():
                 look(now)
 
             presence.roster.look = fail_once
-            beat = presence._record.beat
-            until(lambda: presence._record.beat > beat + 3)
+            beat = presence.record.beat
+            until(lambda: presence.record.beat > beat + 3)
 
     assert run(1, island, new_store()) == [None]
 
@@ -485,7 +485,7 @@ def test_who_can_give_no_signs_of_life_has_left():
         with no_thread("bagua-islands"), joined(store, 1):
             pass
         with joined(store, 1) as other:
-            return other._presence.roster.left()
+            return other._state.roster.left()
 
     assert run(1, island, new_store()) == [{0}]
 

@@ -185,16 +185,16 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
     pass_barrier, stop = Participant._pass_barrier, Participant._stop
 
     def lose_the_second_rank(self):
-        if self._presence.seat != 1:
+        if self._state.seat != 1:
             return pass_barrier(self)
         fall_silent(second[0])
-        while not self._presence.has_left:
+        while not self._state.has_left:
             threading.Event().wait(0.002)
         raise PeerLostError("the other island ended the call")
 
     def stop_late(self, *arguments, **options):
         stop(self, *arguments, **options)
-        while self._presence.seat == 1 and self._cell(2) is None:
+        while self._state.seat == 1 and self._cell(2) is None:
             threading.Event().wait(0.002)
 
     monkeypatch.setattr(Participant, "_pass_barrier", lose_the_second_rank)
@@ -238,7 +238,7 @@ def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
                     seen.set()
                 if step == 2 * PERIOD and number < 2:  # The next exchange has to see it.
                     assert came.wait(60)
-                    while not islands._presence.roster.records.get(2, islands._presence._record).waiting:
+                    while not islands._state.roster.records.get(2, islands._state.record).waiting:
                         threading.Event().wait(0.002)
 
             return train(islands, wrapped(islands), 5 * PERIOD, pace)

@@ -353,7 +353,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_numbers_of_its_seats(tmp_path):
             member = Member(islands, algorithm, STEP_S[islands.seat])
             found = member.train(2 * H)
             if islands.seat == 0:
-                write_state(file, islands._facts, islands._counterparts.state())
+                write_state(file, islands._facts, islands._state.give())
             return found
 
     def resumed(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -18,8 +19,7 @@ from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport
 from bagua.membership.island import Island
 from bagua.membership.participant import Participant
-from bagua.membership.presence import Presence
-from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
+from bagua.membership.state import Deadlines, MemberState, Roster, SeatRecord, record_name, seat_name
 from bagua.membership.transfer import Donor, Offer, Receiver
 
 DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
@@ -74,35 +74,16 @@ def test_where_signs_of_life_come_late_silence_may_last_longer() -> None:
 
 
 def test_a_rank_that_is_silent_is_lost_and_one_that_said_goodbye_is_not() -> None:
-    cells, island = Cells(thread_store()), Island(None)
-    island.size = 3
-    times = itertools.count(0.0, 0.25)
-    presence = Presence(cells, 7, island, DEADLINES, lambda: next(times))
+    cells, times = Cells(thread_store()), itertools.count(0.0, 0.25)
+    state = MemberState(cells, 7, DEADLINES, (0, 3), lambda: next(times))
     for number in range(20):
         cells.post(record_name(7, 1), SeatRecord(beat=min(number, 5)).to_json())
         cells.post(record_name(7, 2), SeatRecord(beat=1, left="it left").to_json())
-        presence.tell()
-        presence.look()
-        assert number > 15 or not presence.lost_ranks()
-    assert list(presence.lost_ranks()) == [1]
-    assert "it was silent for" in presence.lost_ranks()[1]
-
-
-class Seated:
-    """The presence of seat 0, as far as a participant asks it. Seat 1 lives, and never comes to its exchange."""
-
-    seat, has_left, trouble = 0, False, ""
-
-    def __init__(self) -> None:
-        self.roster = SimpleNamespace(
-            reports=lambda number: {}, gone=lambda number: {}, waiting=list, left=frozenset, alive=lambda: (0, 1)
-        )
-
-    def look(self) -> None:
-        pass
-
-    def tell(self, **news: object) -> None:
-        pass
+        state.tell()
+        state.look()
+        assert number > 15 or not state.lost_ranks()
+    assert list(state.lost_ranks()) == [1]
+    assert "it was silent for" in state.lost_ranks()[1]
 
 
 def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(monkeypatch) -> None:
@@ -111,19 +92,18 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
     monkeypatch.setattr(
         participant, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
     )
-    met = []
-
-    def connect(epoch: Epoch) -> SimpleNamespace:
-        met.append(epoch)
-        return SimpleNamespace(close=lambda: None)
-
-    presence, cells, island = Seated(), Cells(thread_store()), Island(None)
-    counterparts = Counterparts(presence, cells, connect, lambda epoch: None, 0, 1, Receiver(0, 15.0, 0.01))
-    island.acts = counterparts.acts
-    one = Participant(presence, cells, island, counterparts, size=2, minimum=1, timeout_s=15.0, deadlines=DEADLINES)
-    one.standing = Standing(0, Epoch(1, (0, 1))).stop()
-    assert one.standing.report == StopReport(1)
+    met: list[Epoch] = []
+    store = thread_store()
+    cells = Cells(store)
+    for seat in range(2):  # Seat 1 lives, and never comes to its exchange.
+        cells.claim(seat_name(seat), str(seat))
+    state = MemberState(cells, 0, dataclasses.replace(DEADLINES, timeout_s=15.0), clock=lambda: 0.0)
+    counterparts = Counterparts(state, store, "threads", met.append)
+    one = Participant(state, Island(None, counterparts.acts), counterparts, size=2, minimum=1)
+    state.standing = Standing(0, Epoch(1, (0, 1))).stop()
+    assert state.standing.report == StopReport(1)
     one._change()
+    counterparts.close()
     assert [epoch.members for epoch in met] == [(0,)]
     assert "it did not come to its next exchange within 15 s" in met[0].why
 

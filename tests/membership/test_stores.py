@@ -18,7 +18,7 @@ from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.polled import PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
-from bagua.membership.roster import Deadlines
+from bagua.membership.state import Deadlines
 from tests.membership.etcd_servers import ETCD, cluster, free_ports, leader
 from tests.membership.training import PERIOD, check_rows, joined, run, train, vanish, wrapped
 

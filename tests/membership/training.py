@@ -20,7 +20,7 @@ from bagua.comm.store.polled import PolledStore
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled
 from bagua.membership import Islands
-from bagua.membership.roster import Deadlines, Roster
+from bagua.membership.state import Deadlines, Roster
 from bagua.parallel import with_bagua
 from bagua.testing import Outcome, ThreadRanks
 
@@ -95,7 +95,7 @@ def joined(store, size: int, *, deadlines: Deadlines = QUICK, **options: Any) ->
     """One of the islands that meet at ``store``."""
     wanted: dict[str, Any] = {"minimum": 1, "name": "a run", "timeout_s": 60.0, **options}
     with Islands(store, "the store", size=size, backend="threads", deadlines=deadlines, **wanted) as islands:
-        silent, presence = _silent.setdefault(store, set()), islands._presence
+        silent, presence = _silent.setdefault(store, set()), islands._state
         _judge(presence.roster, lambda: {seat for seat, rank in silent if rank == 0 and seat != islands.seat})
         _judge(presence.ranks, lambda: {rank for seat, rank in silent if seat == islands.seat})
         yield islands
@@ -114,8 +114,8 @@ def _judge(roster: Roster, silent: Callable[[], set[int]]) -> None:
 
 def fall_silent(islands: Islands) -> None:
     """Give no more signs of life, which everybody notices at once."""
-    islands._presence._ended.set()
-    islands._presence._thread.join(60)
+    islands._state._ended.set()
+    islands._state._thread.join(60)
     _silent[islands._whole_store].add((islands.seat, islands.place[0]))
 
 
