@@ -124,7 +124,6 @@ from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.cells import Cells as Cells
-from bagua.comm.store.silence import Silence as Silence
 from bagua.comm.store.islands import (
     KeyStore as KeyStore,
     close_store as close_store,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bagua.comm import Cells, PhaseDeadline, ProcessGroup, Silence, family, forked_error
+from bagua.comm import Cells, PhaseDeadline, ProcessGroup, family, forked_error
 from bagua.errors import StoreLostError
 from bagua.membership.epochs import Epoch, Standing, StopReport
 from bagua.membership.pace import Pace
@@ -139,7 +139,8 @@ class Roster:
         self._deadlines = deadlines
         self._ranks_of = ranks_of
         self._taken = 0 if ranks_of is None else ranks_of[1]
-        self._silence = Silence(deadlines.beat_s)
+        self._silent_s: dict[int, float] = {}
+        self._looked: float | None = None
         #: From one sign of life to the next, of all others: a slow store or a full link makes them late.
         self._pause = PhaseDeadline(deadlines.timeout_s)
 
@@ -158,11 +159,27 @@ class Roster:
         found = self._cells.read([self._name(seat) for seat in seats])
         read = [SeatRecord() if said is None else SeatRecord.from_json(said) for said in found]
         records = dict(zip(seats, read, strict=True))
-        ended = self._silence.look({seat: record.beat for seat, record in records.items()}, now)
-        for seat, silent_s in ended.items():
-            if seat != self._own:
-                self._pause.note(silent_s)
+        self._listen(records, now)
         self.records = {**self.records, **records}  # Another thread may be reading the old ones.
+
+    def _listen(self, records: Mapping[int, SeatRecord], now: float) -> None:
+        """Note whose record is as it was: how long they have been silent, judged by this process's clock alone.
+
+        Only time in which this process was awake counts: who has slept must give all others a chance to show up first.
+        """
+        beat_s, silent_s = self._deadlines.beat_s, dict(self._silent_s)
+        since_s = 0.0 if self._looked is None else now - self._looked
+        # A process that has not looked for so long was asleep, or its store is slow. It may be the first that wakes.
+        awake_s = since_s if since_s <= 2 * beat_s else beat_s
+        self._looked = now
+        for seat, record in records.items():
+            before = self.records.get(seat)
+            silent_s[seat] = 0.0 if before is None else silent_s[seat] + awake_s
+            if before is not None and before.beat != record.beat:
+                if seat != self._own:
+                    self._pause.note(silent_s[seat])
+                silent_s[seat] = 0.0
+        self._silent_s = silent_s  # Another thread may be reading the old ones.
 
     def _name(self, number: int) -> str:
         return record_name(number) if self._ranks_of is None else record_name(self._ranks_of[0], number)
@@ -172,19 +189,14 @@ class Roster:
         said = {seat: record.report for seat, record in self.records.items()}
         return {seat: report for seat, report in said.items() if report is not None and report.epoch == epoch}
 
-    def gone(self, epoch: int, suspects: Collection[int] = ()) -> dict[int, str]:
-        """Why no member need wait for a process, by seat.
-
-        Args:
-            epoch: number of the epoch that ends.
-            suspects: seats of processes whose connections refused this one.
-        """
+    def gone(self, epoch: int) -> dict[int, str]:
+        """Why no member need wait for a process, by seat, when epoch number ``epoch`` ends; -1 for none."""
         reports = self.reports(epoch)
         silence_s, suspect_s = self._limits()
-        refused = {*suspects, *(seat for report in reports.values() for seat in report.lost)}
+        refused = {seat for report in reports.values() for seat in report.lost}
         found = {}
         for seat, record in self.records.items():
-            silent_s = self._silence.seconds[seat]
+            silent_s = self._silent_s[seat]
             suspect = seat in refused and seat not in reports
             limit_s = suspect_s if suspect else silence_s
             if record.left:
