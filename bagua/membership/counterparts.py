@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,19 +15,14 @@ from bagua.errors import (
     CommunicationError,
     CommunicatorClosedError,
     PeerLostError,
-    StoreLostError,
     TransportUnavailableError,
 )
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Acts
-from bagua.membership.state import MemberState, SeatRecord, record_name
-from bagua.membership.transfer import MOST_DONORS, Donor, Offer, Receiver
+from bagua.membership.state import MemberState
+from bagua.membership.transfer import Donor, Receiver
 
 _log = logging.getLogger("bagua")
-#: Parts of the state that belong to one island: what a newcomer got first will do.
-_OWN_PARTS = frozenset({"optimizers"})
-#: Parts that only exchanges change: they are copied for newcomers while training goes on.
-_LASTING_PARTS = frozenset({"engine"})
 #: What ends an exchange that can be repeated without those who are lost.
 LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
@@ -42,15 +37,15 @@ class Counterparts:
         tell: function to call after each change, with the epoch.
 
     Attributes:
+        donor: part that offers the state of this rank.
+        receiver: part that fetches it, if this island is a newcomer.
         busy: True while a call waits for other islands.
     """
 
     def __init__(self, state: MemberState, store: KeyStore, backend: str, tell: Callable[[Epoch], None]) -> None:
-        deadlines = state.deadlines
         self._state, self._store, self._backend, self._tell = state, store, backend, tell
-        self._connecting = PhaseDeadline(deadlines.meet_s, deadlines.silence_s)
-        self._receiver = Receiver(state.seat, deadlines.timeout_s, deadlines.beat_s / 4)
-        self._donor = Donor(lambda: [*state.at])
+        self._connecting = PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
+        self.donor, self.receiver = Donor(state), Receiver(state)
         self._sent_before = 0
         self.busy = False
 
@@ -66,9 +61,9 @@ class Counterparts:
         return {
             "enter": (self._enter, (*LOSSES, TransportUnavailableError)),
             "attempt": (self._attempt, LOSSES),
-            "receive": (self._receive, (CommunicationError,)),
-            "take": (self._take, ()),
-            "offer": (self._offer, ()),
+            "receive": (self.receiver.receive, (CommunicationError,)),
+            "take": (self.receiver.take, ()),
+            "offer": (self.donor.offer, ()),
         }
 
     @contextmanager
@@ -115,91 +110,13 @@ class Counterparts:
         """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
         attempt, samples = self._state.attempt, self._state.samples
         assert attempt is not None
-        self._donor.settle()
+        self.donor.settle()
         with self.call() as group:
             attempt(group)
             if samples is not None:
                 told = torch.empty(group.size, dtype=torch.int64)
                 group.global_communicator.allgather(told, torch.tensor([samples.said()]))
                 samples.hear(dict(zip(group.ranks, told.tolist(), strict=True)))
-
-    def _receive(self, donors: Sequence[int]) -> None:
-        """Fetch the state that the epoch begins with, for this rank, from its counterparts in these islands."""
-        epoch = self._state.epoch
-        assert epoch is not None
-
-        def look() -> dict[int, Offer | None]:
-            if self._is_over(epoch):
-                raise CommunicatorClosedError("the others went on before it had the state", rank=self._state.seat)
-            offers = self._offers(donors)
-            return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
-
-        self._receiver.receive(look)
-
-    def receive_early(self, seats: Sequence[int], needs: int, check: Callable[[], None]) -> None:
-        """Fetch the state, or what has changed of it, before this island comes in.
-
-        Args:
-            seats: members that were asked.
-            needs: number of the exchange that has to be part of it.
-            check: raises if it is no use to go on.
-        """
-
-        def look() -> dict[int, Offer | None]:
-            check()
-            offers = self._offers(seats)
-            return {seat: offer if offer and offer.exchange >= needs else None for seat, offer in offers.items()}
-
-        self._receiver.receive(look, kept=_OWN_PARTS)
-
-    def donors(self, epoch: Epoch) -> tuple[int, ...]:
-        """Seats of those who give the state that ``epoch`` begins with: several ranks receive that of one island."""
-        return epoch.donors[: MOST_DONORS if self._state.size == 1 else 1]
-
-    @property
-    def has(self) -> int:
-        """Number of the exchange whose state was received; -1 if none was."""
-        return self._receiver.exchange
-
-    def _offers(self, seats: Sequence[int]) -> dict[int, Offer | None]:
-        """What those of ``seats`` offer that are not gone."""
-        gone = self._state.roster.gone(-1)
-        here = [seat for seat in seats if seat not in gone]
-        try:
-            said = self._state.cells.read([record_name(seat, self._state.rank) for seat in here])
-        except StoreLostError as error:
-            self._state.trouble = error.problem
-            return dict.fromkeys(here)
-        records = [SeatRecord() if one is None else SeatRecord.from_json(one) for one in said]
-        return {seat: record.offer for seat, record in zip(here, records, strict=True)}
-
-    def latest_step(self) -> int:
-        """The last step of any member that holds what was received; -1 if no member tells."""
-        return self._receiver.latest_step()
-
-    def _take(self, step: int) -> None:
-        """Replace the state of this rank. All ranks have received theirs: they compare what they load."""
-        self._state.take(self._receiver.take(), step)
-
-    def _offer(self, told: Sequence[int]) -> None:
-        """Offer newcomers the state: that of the last exchange, told with the epoch."""
-        exchange, epoch = told
-        offer = self._donor.offer(self._state.give(), exchange, epoch, _LASTING_PARTS)
-        if offer.problem:
-            _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
-        self._state.tell(offer=offer)
-
-    @property
-    def offered(self) -> int:
-        """Number of the exchange whose state this rank offers; -1 for none."""
-        offer = self._donor.offered
-        return -1 if offer is None else offer.exchange
-
-    def withdraw(self) -> None:
-        """Offer nothing any more."""
-        if self.offered >= 0:
-            self._donor.withdraw()
-            self._state.tell(offer=None)
 
     # From the thread that gives signs of life.
 
@@ -218,15 +135,8 @@ class Counterparts:
         if gone:
             seat, why = next(iter(gone.items()))
             group.abort(why, seat)
-        elif stopped or self._is_over(epoch):
+        elif stopped or self._state.is_over(epoch):
             group.abort("it went on to the next epoch")
-
-    def _is_over(self, epoch: Epoch) -> bool:
-        try:
-            return self._state.read_epoch(epoch.number + 1) is not None
-        except StoreLostError as error:
-            self._state.trouble = error.problem
-            return False
 
     def abort(self, reason: str) -> None:
         """End whatever waits for other islands, from any thread."""
@@ -235,6 +145,6 @@ class Counterparts:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        self._donor.close()
+        self.donor.close()
         if self._state.link is not None:
             self._state.link[1].close()

@@ -109,9 +109,9 @@ class Participant:
 
     def _catch_up(self, epoch: Epoch) -> bool:
         """Receive the state of the last exchange before coming in, if it is not here; whether it was received."""
-        state = self._state
+        state, receiver = self._state, self._counterparts.receiver
         newest = state.roster.exchange_of(epoch.members)
-        if not self._early or self._counterparts.has >= newest:
+        if not self._early or receiver.exchange >= newest:
             return False
         if self._rounds == _ROUNDS:
             state.tell(admit=True)
@@ -122,10 +122,10 @@ class Participant:
         asks = (*epoch.members[first:], *epoch.members[:first])[:MOST_DONORS]
         state.tell(needs=newest, asks=asks)
         try:
-            self._counterparts.receive_early(asks, newest, partial(self._check_wait, time.monotonic()))
+            receiver.receive_early(asks, newest, partial(self._check_wait, time.monotonic()))
         except (PeerLostError, CollectiveTimeoutError) as error:
             _log.info("islands: no state for seat %d: %s", state.seat, error.problem)
-        state.tell(needs=-1, asks=(), has=self._counterparts.has)
+        state.tell(needs=-1, asks=(), has=receiver.exchange)
         return True
 
     def _come_in(self, epoch: Epoch) -> None:
@@ -147,11 +147,12 @@ class Participant:
 
     def _get_state(self, epoch: Epoch) -> FailedAct | None:
         """Receive the state that ``epoch`` begins with, if it is not here, and go on where the others are."""
+        receiver = self._counterparts.receiver
         if self._state.seat in epoch.newcomers:
-            return self._island.do("receive", self._counterparts.donors(epoch)) or self._island.do("take", -1)
-        if self._counterparts.has != epoch.base:
-            return FailedAct(f"it has the state of exchange {self._counterparts.has}, and {epoch.base} counts")
-        return self._island.do("take", self._counterparts.latest_step())
+            return self._island.do("receive", self._donors(epoch)) or self._island.do("take", -1)
+        if receiver.exchange != epoch.base:
+            return FailedAct(f"it has the state of exchange {receiver.exchange}, and {epoch.base} counts")
+        return self._island.do("take", receiver.latest_step())
 
     # Exchanges.
 
@@ -175,7 +176,7 @@ class Participant:
         else:
             self._state.contributed, self._state.called = self._follow()
         if not self._early:
-            self._counterparts.withdraw()
+            self._counterparts.donor.withdraw()
 
     def _lead_exchange(self, alike: Sequence[torch.Tensor]) -> None:
         self._alike.begin(alike)
@@ -272,7 +273,7 @@ class Participant:
 
     def _look_around(self, standing: Standing) -> tuple[bool, bool]:
         """Whether the epoch ends, and whether somebody asks for the state; new only after a new look at the others."""
-        roster, offered = self._state.roster, self._counterparts.offered
+        roster, offered = self._state.roster, self._counterparts.donor.offered
         if roster.records is self._seen:
             return False, False
         self._seen = roster.records
@@ -280,7 +281,7 @@ class Participant:
             return True, False
         strangers = [roster.records[seat] for seat in self._strangers(admit=False)]
         if not strangers and standing.applied > offered:
-            self._counterparts.withdraw()
+            self._counterparts.donor.withdraw()
         seat, applied = self._state.seat, standing.applied
         return (
             any(one.has == applied for one in strangers),
@@ -290,8 +291,12 @@ class Participant:
     def _serve(self) -> None:
         """Offer newcomers the state, if this island is one of those that do."""
         epoch = self._state.epoch
-        if epoch is not None and epoch.newcomers and self._state.seat in self._counterparts.donors(epoch):
+        if epoch is not None and epoch.newcomers and self._state.seat in self._donors(epoch):
             self._island.do("offer", [epoch.base, epoch.number])
+
+    def _donors(self, epoch: Epoch) -> tuple[int, ...]:
+        """Seats of those who give the state that ``epoch`` begins with: several ranks receive that of one island."""
+        return epoch.donors[: MOST_DONORS if self._state.size == 1 else 1]
 
     # From one epoch to the next.
 

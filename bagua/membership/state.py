@@ -11,15 +11,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from bagua.comm import Cells, PhaseDeadline, ProcessGroup, family, forked_error
+from bagua.comm import Cells, PhaseDeadline, ProcessGroup, Source, family, forked_error
 from bagua.errors import StoreLostError
 from bagua.membership.epochs import Epoch, Standing, StopReport
 from bagua.membership.pace import Pace
-from bagua.membership.transfer import Offer
 
 _log = logging.getLogger("bagua")
 #: Looks in the place of one while somebody comes in: all stop for it, and who sees it late keeps the others waiting.
@@ -48,6 +47,30 @@ class Deadlines:
     meet_s: float = 10.0
     poll_s: float = 0.02
     timeout_s: float = 1800.0
+
+
+class Offer(NamedTuple):
+    """What a member says when it was asked for the state.
+
+    Attributes:
+        exchange: number of the last exchange that is part of the state.
+        epoch: number of the epoch in which it was offered.
+        problem: reason why the state cannot be sent; empty if it can.
+        source: place to fetch it; None with a problem.
+    """
+
+    exchange: int
+    epoch: int
+    problem: str = ""
+    source: Source | None = None
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any] | None) -> Offer | None:
+        """From what the store keeps."""
+        if found is None:
+            return None
+        exchange, epoch, problem, source = found
+        return cls(exchange, epoch, problem, None if source is None else Source(*source))
 
 
 @dataclass(frozen=True)
@@ -353,6 +376,14 @@ class MemberState:
         """
         (written,) = self.cells.read([epoch_name(number)])
         return None if written is None else Epoch.from_json(written)
+
+    def is_over(self, epoch: Epoch) -> bool:
+        """Whether the next epoch is written, as far as the store answers."""
+        try:
+            return self.read_epoch(epoch.number + 1) is not None
+        except StoreLostError as error:
+            self.trouble = error.problem
+            return False
 
     def give(self) -> dict[str, object]:
         """What a newcomer receives, or a run that begins anew: the training, the pace, and the place in the data."""

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
 from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_later
-from bagua.errors import BaguaError, CollectiveTimeoutError, ConfigurationError, PeerLostError
+from bagua.errors import (
+    BaguaError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    PeerLostError,
+    StoreLostError,
+)
+from bagua.membership.state import MemberState, Offer, SeatRecord, record_name
 
+_log = logging.getLogger("bagua")
 #: More sources than a few make no link faster, and each of them copies its state.
 MOST_DONORS = 4
-
-
-class Offer(NamedTuple):
-    """What a member says when it was asked for the state.
-
-    Attributes:
-        exchange: number of the last exchange that is part of the state.
-        epoch: number of the epoch in which it was offered.
-        problem: reason why the state cannot be sent; empty if it can.
-        source: place to fetch it; None with a problem.
-    """
-
-    exchange: int
-    epoch: int
-    problem: str = ""
-    source: Source | None = None
-
-    @classmethod
-    def from_json(cls, found: Sequence[Any] | None) -> Offer | None:
-        """From what the store keeps."""
-        if found is None:
-            return None
-        exchange, epoch, problem, source = found
-        return cls(exchange, epoch, problem, None if source is None else Source(*source))
+#: Parts of the state that belong to one island: what a newcomer got first will do.
+_OWN_PARTS = frozenset({"optimizers"})
+#: Parts that only exchanges change: they are copied for newcomers while training goes on.
+_LASTING_PARTS = frozenset({"engine"})
 
 
 def _call_all(copies: Sequence[Callable[[], None]]) -> None:
@@ -45,53 +34,54 @@ def _call_all(copies: Sequence[Callable[[], None]]) -> None:
 
 
 class Donor:
-    """Offers the state of one rank; the rank goes on when it is copied.
+    """Offers the state of one rank, in its record; the rank goes on when it is copied.
 
     Args:
-        now: returns the last exchange that counts for this rank, and the number of its last step.
-
-    Attributes:
-        offered: latest offer; None if there is none, or it was withdrawn.
+        state: state of the rank.
     """
 
-    def __init__(self, now: Callable[[], list[int]]) -> None:
-        self._server = PieceServer(now)
-        self.offered: Offer | None = None
+    def __init__(self, state: MemberState) -> None:
+        self._state = state
+        self._server = PieceServer(lambda: [*state.at])
 
-    def offer(
-        self, state: Mapping[str, object], exchange: int, epoch: int, lasting: frozenset[str] = frozenset()
-    ) -> Offer:
-        """Offer ``state``, in the place of what was offered before.
+    def offer(self, told: Sequence[int]) -> None:
+        """Offer newcomers the state, in the place of what was offered before.
 
         Args:
-            state: parts by name, made of numbers, strings, tensors, and containers of these.
-            exchange: number of the last exchange that is part of it.
-            epoch: number of the epoch.
-            lasting: names of parts that stay as they are until ``settle``, which are copied in another thread.
+            told: number of the last exchange that is part of it, and that of the epoch.
         """
+        exchange, epoch = told
         try:
-            encoded = {name: encoded_later(part) for name, part in state.items()}
-            for name in encoded.keys() - lasting:
+            encoded = {name: encoded_later(part) for name, part in self._state.give().items()}
+            for name in encoded.keys() - _LASTING_PARTS:
                 encoded[name][1]()
-            later = [encoded[name][1] for name in encoded.keys() & lasting]
+            later = [encoded[name][1] for name in encoded.keys() & _LASTING_PARTS]
             contents = {name: memory for name, (memory, _) in encoded.items()}
-            self.offered = Offer(exchange, epoch, "", self._server.offer(contents, lambda: _call_all(later)))
+            offer = Offer(exchange, epoch, "", self._server.offer(contents, lambda: _call_all(later)))
         except (BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
-            self.offered = Offer(exchange, epoch, error.problem if isinstance(error, BaguaError) else str(error))
-        return self.offered
+            offer = Offer(exchange, epoch, error.problem if isinstance(error, BaguaError) else str(error))
+            _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
+        self._state.tell(offer=offer)
+
+    @property
+    def offered(self) -> int:
+        """Number of the exchange whose state is offered; -1 for none."""
+        offer = self._state.record.offer
+        return -1 if offer is None else offer.exchange
 
     def settle(self) -> None:
         """Wait until all of the state is copied, which is about to change."""
         self._server.wait_until_filled()
 
     def withdraw(self) -> None:
-        """Give the memory back."""
-        self.offered = None
-        self._server.withdraw()
+        """Offer nothing any more, and give the memory back."""
+        if self.offered >= 0:
+            self._server.withdraw()
+            self._state.tell(offer=None)
 
     def close(self) -> None:
-        """Offer nothing any more, and end all threads. Idempotent."""
-        self.withdraw()
+        """Give the memory back, and end all threads. Idempotent."""
+        self._server.withdraw()
         self._server.close()
 
 
@@ -99,69 +89,99 @@ class Receiver:
     """Fetches the state for one rank of a newcomer, and again what has changed.
 
     Args:
-        seat: seat of the newcomer.
-        timeout_s: how long to wait for an offer, and the longest time that a piece may take, in seconds.
-        poll_s: seconds between two looks at who offers.
+        state: state of the rank.
 
     Attributes:
         exchange: number of the last exchange that is part of what was received; -1 before.
         received_bytes: bytes that came in the last fetch, by the seat of the member that gave them.
     """
 
-    def __init__(self, seat: int, timeout_s: float, poll_s: float) -> None:
-        self._seat = seat
-        self._timeout_s = timeout_s
-        self._poll_s = poll_s
-        self._deadline = PhaseDeadline(timeout_s)
+    def __init__(self, state: MemberState) -> None:
+        self._state = state
+        self._timeout_s = state.deadlines.timeout_s
+        self._deadline = PhaseDeadline(self._timeout_s)
         self._contents: dict[str, bytearray] = {}
         self._sources: dict[Source, tuple[int, Offer]] = {}
         self.exchange = -1
         self.received_bytes: dict[int, int] = {}
 
-    def receive(self, look: Callable[[], Mapping[int, Offer | None]], kept: frozenset[str] = frozenset()) -> None:
-        """Fetch the state from those who offer it.
+    def receive(self, seats: Sequence[int]) -> None:
+        """Fetch the state that the epoch begins with from these members; see ``receive_early`` for what it raises."""
+        state, epoch = self._state, self._state.epoch
+        assert epoch is not None
+
+        def check() -> None:
+            if state.is_over(epoch):
+                raise CommunicatorClosedError("the others went on before it had the state", rank=state.seat)
+
+        self._receive(seats, lambda offer: offer.epoch == epoch.number, check)
+
+    def receive_early(self, seats: Sequence[int], needs: int, check: Callable[[], None]) -> None:
+        """Fetch the state, or what has changed of it, before this island comes in.
 
         Args:
-            look: returns what each member that can be asked offers, by seat. It may raise, which ends the fetch.
-            kept: parts that were received before and need not be newer.
+            seats: members that were asked.
+            needs: number of the exchange that has to be part of it.
+            check: raises if it is no use to go on.
 
         Raises:
             PeerLostError: no member is left that offers it.
             CollectiveTimeoutError: no member has offered it.
             ConfigurationError: no member can send it.
         """
+        self._receive(seats, lambda offer: offer.exchange >= needs, check, _OWN_PARTS & self._contents.keys())
+
+    def _receive(
+        self,
+        seats: Sequence[int],
+        serves: Callable[[Offer], bool],
+        check: Callable[[], None],
+        kept: frozenset[str] = frozenset(),
+    ) -> None:
         started = time.monotonic()
-        names = frozenset(kept & self._contents.keys())
         latest: dict[int, Offer] = {}
 
         def find() -> list[Source]:
-            offers = look()
-            latest.update({seat: offer for seat, offer in offers.items() if offer is not None})
+            check()
+            offers = self._offers(seats)
+            latest.update({seat: offer for seat, offer in offers.items() if offer is not None and serves(offer)})
             known = {seat: latest.get(seat) for seat in offers}  # The store may not answer each time.
             self._refuse_without_hope(known, time.monotonic() - started)
             found = {offer.source: (seat, offer) for seat, offer in known.items() if offer and offer.source}
             self._sources.update(found)
             return list(found)
 
-        fetch = Fetch(self._contents, names, self._deadline)
-        fetched = fetch.run(find, self._poll_s)
+        fetch = Fetch(self._contents, kept, self._deadline)
+        fetched = fetch.run(find, self._state.deadlines.beat_s / 4)
         self.received_bytes = {self._sources[source][0]: count for source, count in fetch.received_bytes.items()}
         if fetched is None:
             whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
             raise PeerLostError(
-                f"nobody is left who gives seat {self._seat} the state ({'; '.join(whys)})",
-                rank=self._seat,
+                f"nobody is left who gives seat {self._state.seat} the state ({'; '.join(whys)})",
+                rank=self._state.seat,
                 peers=sorted({self._sources[source][0] for source in fetch.failures}),
             )
         source, contents = fetched
         self._contents.update(contents)
         self.exchange = self._sources[source][1].exchange
 
+    def _offers(self, seats: Sequence[int]) -> dict[int, Offer | None]:
+        """What those of ``seats`` offer to this rank that are not gone."""
+        state = self._state
+        gone = state.roster.gone(-1)
+        here = [seat for seat in seats if seat not in gone]
+        try:
+            said = state.cells.read([record_name(seat, state.rank) for seat in here])
+        except StoreLostError as error:
+            state.trouble = error.problem
+            return dict.fromkeys(here)
+        records = [SeatRecord() if one is None else SeatRecord.from_json(one) for one in said]
+        return {seat: record.offer for seat, record in zip(here, records, strict=True)}
+
     def _refuse_without_hope(self, offers: Mapping[int, Offer | None], elapsed_s: float) -> None:
+        own = self._state.seat
         if not offers:
-            raise PeerLostError(
-                f"all members that have the state are lost; seat {self._seat} has none", rank=self._seat
-            )
+            raise PeerLostError(f"all members that have the state are lost; seat {own} has none", rank=own)
         problems = {seat: offer.problem for seat, offer in offers.items() if offer is not None and offer.problem}
         if len(problems) == len(offers):
             seat, problem = next(iter(problems.items()))
@@ -173,7 +193,9 @@ class Receiver:
             )
         if elapsed_s > self._timeout_s and not any(offers.values()):
             raise CollectiveTimeoutError(
-                f"no member has offered seat {self._seat} the state", elapsed_s=elapsed_s, timeout_s=self._timeout_s
+                f"no member has offered seat {own} the state",
+                elapsed_s=elapsed_s,
+                timeout_s=self._timeout_s,
             )
 
     def latest_step(self) -> int:
@@ -181,7 +203,11 @@ class Receiver:
         ends = [ask_now(source, min(self._timeout_s, 1.0)) for source in self._sources]
         return max((end[1] for end in ends if end is not None and end[0] == self.exchange), default=-1)
 
-    def take(self) -> dict[str, Any]:
-        """The parts of the state by name, which are then forgotten here."""
+    def take(self, step: int) -> None:
+        """Replace the state of this rank by what was received, which is then forgotten here, and go on after ``step``.
+
+        All ranks of the island have received theirs: they compare what they load.
+        """
         contents, self._contents = self._contents, {}
-        return {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
+        parts = {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
+        self._state.take(parts, step)

@@ -19,8 +19,8 @@ from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport
 from bagua.membership.island import Island
 from bagua.membership.participant import Participant
-from bagua.membership.state import Deadlines, MemberState, Roster, SeatRecord, record_name, seat_name
-from bagua.membership.transfer import Donor, Offer, Receiver
+from bagua.membership.state import Deadlines, MemberState, Offer, Roster, SeatRecord, record_name, seat_name
+from bagua.membership.transfer import Donor, Receiver
 
 DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
 
@@ -109,17 +109,53 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
     assert "it did not come to its next exchange within 15 s" in met[0].why
 
 
-def donors(*states: dict) -> list[Donor]:
-    """Members that offer their states after exchange 3, in epoch 2."""
-    made = [Donor(lambda: [3, 17]) for _ in states]
-    for donor, state in zip(made, states, strict=True):
-        donor.offer(state, 3, 2)
-    return made
+class Given:
+    """The state of a rank, as far as those who give and receive it ask."""
+
+    def __init__(self, parts: dict | None = None, seat: int = 9, timeout_s: float = 60.0) -> None:
+        self.parts, self.seat, self.at = parts, seat, (3, 17)
+        self.deadlines = Deadlines(beat_s=0.004, timeout_s=timeout_s)
+        self.record = SeatRecord()
+
+    def give(self) -> dict | None:
+        return self.parts
+
+    def take(self, parts: dict, step: int) -> None:
+        assert step == -1
+        self.parts = parts
+
+    def tell(self, offer: Offer | None) -> None:
+        self.record = SeatRecord.from_json(json.loads(json.dumps(SeatRecord(offer=offer).to_json())))
 
 
-def offers(*made: Donor) -> dict[int, Offer | None]:
+class Giving(Donor):
+    """A member that offers its state after exchange 3, in epoch 2."""
+
+    def __init__(self, parts: dict) -> None:
+        self.given = Given(parts)
+        super().__init__(self.given)
+        self.offer([3, 2])
+
+
+class Receiving(Receiver):
+    """A newcomer that is told what members offer."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.given = Given(timeout_s=timeout_s)
+        super().__init__(self.given)
+
+    def fetch(self, look, needs: int = 0) -> None:
+        self._offers = lambda seats: look()
+        self.receive_early([], needs, lambda: None)
+
+    def taken(self) -> dict | None:
+        self.take(-1)
+        return self.given.parts
+
+
+def offers(*made: Giving) -> dict[int, Offer | None]:
     """What the store says of them, by seat."""
-    return {seat: Offer.from_json(json.loads(json.dumps(donor.offered))) for seat, donor in enumerate(made)}
+    return {seat: donor.given.record.offer for seat, donor in enumerate(made)}
 
 
 def close(*made: Donor) -> None:
@@ -129,58 +165,60 @@ def close(*made: Donor) -> None:
 
 def test_a_newcomer_has_what_members_offer_and_is_told_where_they_are() -> None:
     state = {"model": {"weights": torch.arange(3.0)}, "optimizers": [1]}
-    made, receiver = donors(state, state), Receiver(9, 60.0, 0.001)
-    receiver.receive(lambda: offers(*made))
+    made, receiver = (Giving(state), Giving(state)), Receiving()
+    receiver.fetch(lambda: offers(*made))
     assert (receiver.exchange, receiver.latest_step()) == (3, 17)
     assert sum(receiver.received_bytes.values()) > 0
-    made[0].offer({"model": {"weights": torch.ones(3)}, "optimizers": [2]}, 4, 2)
-    receiver.receive(lambda: offers(made[0]), frozenset({"optimizers"}))
+    made[0].given.parts = {"model": {"weights": torch.ones(3)}, "optimizers": [2]}
+    made[0].offer([4, 2])
+    receiver.fetch(lambda: offers(*made), needs=4)
     assert (receiver.exchange, receiver.latest_step()) == (4, -1)
-    found = receiver.take()
+    found = receiver.taken()
     assert found["optimizers"] == [1]
     torch.testing.assert_close(found["model"], {"weights": torch.ones(3)})
     close(*made)
 
 
 def test_a_member_that_cannot_send_its_state_is_passed_over() -> None:
-    made, receiver = donors({"model": len}, {"model": 5}), Receiver(9, 60.0, 0.001)
-    receiver.receive(lambda: offers(*made))
-    assert receiver.take() == {"model": 5}
+    made, receiver = (Giving({"model": len}), Giving({"model": 5})), Receiving()
+    receiver.fetch(lambda: offers(*made))
+    assert receiver.taken() == {"model": 5}
     close(*made)
 
 
 def test_members_that_cannot_send_their_state_end_the_newcomer_with_the_reason() -> None:
-    made, receiver = donors({"model": len}, {"model": len}), Receiver(9, 60.0, 0.001)
+    made, receiver = (Giving({"model": len}), Giving({"model": len})), Receiving()
     with pytest.raises(ConfigurationError, match="members cannot send their state; seat 0: an object of this type"):
-        receiver.receive(lambda: offers(*made))
+        receiver.fetch(lambda: offers(*made))
     close(*made)
 
 
 def test_a_newcomer_without_members_that_have_the_state_says_so() -> None:
-    made, receiver = donors({"model": 5}), Receiver(9, 60.0, 0.001)
+    made, receiver = Giving({"model": 5}), Receiving()
     with pytest.raises(PeerLostError, match="all members that have the state are lost"):
-        receiver.receive(dict)
-    stale = offers(*made)
-    made[0].withdraw()
+        receiver.fetch(dict)
+    stale = offers(made)
+    made.withdraw()
+    assert offers(made) == {0: None}
     with pytest.raises(PeerLostError, match="seat 0: it offers that no longer") as caught:
-        receiver.receive(lambda: stale)
+        receiver.fetch(lambda: stale)
     assert caught.value.peers == (0,)
     with pytest.raises(CollectiveTimeoutError, match="no member has offered seat 9 the state"):
-        Receiver(9, 0.0, 0.001).receive(lambda: {0: None})
-    close(*made)
+        Receiving(timeout_s=0.0).fetch(lambda: {0: None})
+    close(made)
 
 
 def test_a_store_that_does_not_answer_each_time_costs_no_source() -> None:
-    made, receiver, again = donors({"model": 5}), Receiver(9, 60.0, 0.001), threading.Event()
-    server = made[0]._server._server
+    made, receiver, again = Giving({"model": 5}), Receiving(), threading.Event()
+    server = made._server._server
     answer, looks = server.answer, itertools.count()
     server.answer = lambda question: answer(question) if again.wait(60) else None
 
     def look() -> dict[int, Offer | None]:
         if next(looks) > 1:
             again.set()
-        return {0: None} if again.is_set() else offers(*made)
+        return {0: None} if again.is_set() else offers(made)
 
-    receiver.receive(look)
-    assert receiver.take() == {"model": 5}
-    close(*made)
+    receiver.fetch(look)
+    assert receiver.taken() == {"model": 5}
+    close(made)

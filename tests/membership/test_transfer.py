@@ -17,7 +17,7 @@ pytestmark = pytest.mark.threads
 
 def offered_by(islands):
     """The parts of the state that a member offers, as a newcomer gets them."""
-    source = islands._counterparts._donor.offered.source
+    source = islands._state.record.offer.source
     _, contents = Fetch({}, frozenset(), PhaseDeadline(60.0)).run(lambda: [source])
     return {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
 
@@ -36,8 +36,8 @@ def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes
         model = wrapped(islands, "diloco")
         train(islands, model, PERIOD)
         anchor = model.bagua_state_dict()["parameters"]["weight"]["anchor"]
-        weights, donor = model.weight.detach().clone(), islands._counterparts._donor
-        islands._counterparts._offer([1, 1])
+        weights, donor = model.weight.detach().clone(), islands._counterparts.donor
+        islands._counterparts.donor.offer([1, 1])
         settle = donor.settle
         donor.settle = lambda: (asked.set(), settle())
         train(islands, model, 2 * PERIOD)
@@ -54,7 +54,7 @@ def test_what_the_codec_of_one_island_has_lost_stays_there():
         model = wrapped(islands, algorithm)
         train(islands, model, PERIOD)
         assert model.bagua_state_dict()["rank0"]["parameters"]["weight"]["residual"].any()
-        islands._counterparts._offer([1, 1])
+        islands._counterparts.donor.offer([1, 1])
         engine = offered_by(islands)["engine"]
     assert engine["rank0"] == {"parameters": {}, "others": [], "flights": []}
     assert set(engine["parameters"]["weight"]) == {"anchor", "outer.momentum_buffer"}
