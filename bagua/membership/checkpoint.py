@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bagua.errors import BaguaError, ConfigurationError
+from bagua.membership.island import first_difference
 
 
 def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
@@ -85,9 +86,8 @@ def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
     except Exception as error:  # torch has many ways to say that it is no such file
         raise unusable(file, error) from error
     here, there = _of_model(facts), _of_model(theirs)
-    different = [(one, other) for one, other in zip(here, there, strict=False) if one != other]
-    if different or len(here) != len(there):
-        one, other = different[0] if different else (f"{len(here)} facts", f"{len(there)} facts")
+    if here != there:
+        one, other = first_difference(here, there)
         raise unusable(file, ValueError(f"it was saved by another model or training: {other}, and here is {one}"))
     return state
 

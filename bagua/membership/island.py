@@ -173,6 +173,12 @@ class Island:
         return name, value
 
 
+def first_difference(facts: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    """The first fact that is another one there, and that one; the numbers of facts, if one list only is longer."""
+    counts = (f"{len(facts)} facts", f"{len(theirs)} facts")
+    return next((pair for pair in zip(facts, theirs, strict=False) if pair[0] != pair[1]), counts)
+
+
 def different(
     problem: str, call: str, rank: int, facts: list[str], theirs: list[str], advice: str
 ) -> errors.CollectiveMismatchError:
@@ -186,7 +192,7 @@ def different(
         theirs: facts of the other rank, as many.
         advice: words that say what to do.
     """
-    here, there = next((one, other) for one, other in zip(facts, theirs, strict=True) if one != other)
+    here, there = first_difference(facts, theirs)
     return errors.CollectiveMismatchError(problem, call=call, peers=[rank], expected=here, seen=there, advice=advice)
 
 
@@ -205,10 +211,7 @@ def require_same(cells: Cells, topic: str, facts: Sequence[str], what: str) -> N
     theirs = cells.claim(topic, list(facts))
     if theirs == list(facts):
         return
-    here, there = next(
-        ((one, other) for one, other in zip(facts, theirs, strict=False) if one != other),
-        (f"{len(facts)} facts", f"{len(theirs)} facts"),
-    )
+    here, there = first_difference(facts, theirs)
     raise errors.CollectiveMismatchError(
         f"these islands have different {what}; the first difference",
         call="join_islands" if topic == "job" else "with_bagua",
