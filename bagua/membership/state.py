@@ -110,8 +110,10 @@ class SeatRecord:
         return {**vars(self), "report": None if self.report is None else self.report._asdict()}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> SeatRecord:
-        """From what the store keeps."""
+    def from_json(cls, found: Mapping[str, Any] | None) -> SeatRecord:
+        """From what the store keeps; None for nothing yet."""
+        if found is None:
+            return cls()
         said = found["report"]
         report = None if said is None else StopReport(**{**said, "lost": tuple(said["lost"])})
         return cls(
@@ -180,8 +182,7 @@ class Roster:
             self._taken += 1
         seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
         found = self._cells.read([self._name(seat) for seat in seats])
-        read = [SeatRecord() if said is None else SeatRecord.from_json(said) for said in found]
-        records = dict(zip(seats, read, strict=True))
+        records = dict(zip(seats, map(SeatRecord.from_json, found), strict=True))
         self._listen(records, now)
         self.records = {**self.records, **records}  # Another thread may be reading the old ones.
 

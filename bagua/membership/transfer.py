@@ -93,7 +93,6 @@ class Receiver:
 
     Attributes:
         exchange: number of the last exchange that is part of what was received; -1 before.
-        received_bytes: bytes that came in the last fetch, by the seat of the member that gave them.
     """
 
     def __init__(self, state: MemberState) -> None:
@@ -103,7 +102,6 @@ class Receiver:
         self._contents: dict[str, bytearray] = {}
         self._sources: dict[Source, tuple[int, Offer]] = {}
         self.exchange = -1
-        self.received_bytes: dict[int, int] = {}
 
     def receive(self, seats: Sequence[int]) -> None:
         """Fetch the state that the epoch begins with from these members; see ``receive_early`` for what it raises."""
@@ -153,7 +151,6 @@ class Receiver:
 
         fetch = Fetch(self._contents, kept, self._deadline)
         fetched = fetch.run(find, self._state.deadlines.beat_s / 4)
-        self.received_bytes = {self._sources[source][0]: count for source, count in fetch.received_bytes.items()}
         if fetched is None:
             whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
             raise PeerLostError(
@@ -175,8 +172,7 @@ class Receiver:
         except StoreLostError as error:
             state.trouble = error.problem
             return dict.fromkeys(here)
-        records = [SeatRecord() if one is None else SeatRecord.from_json(one) for one in said]
-        return {seat: record.offer for seat, record in zip(here, records, strict=True)}
+        return {seat: SeatRecord.from_json(one).offer for seat, one in zip(here, said, strict=True)}
 
     def _refuse_without_hope(self, offers: Mapping[int, Offer | None], elapsed_s: float) -> None:
         own = self._state.seat
