@@ -16,7 +16,6 @@ from bagua.membership.checkpoint import write_state
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
-from tests.membership import test_elastic, test_islands_of_ranks
 from tests.membership.training import (
     PERIOD,
     RATE,
@@ -27,6 +26,8 @@ from tests.membership.training import (
     new_model,
     new_store,
     run,
+    run_islands,
+    together,
     train,
     until,
     vanish,
@@ -131,9 +132,9 @@ def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_p
 
     def island():
         with joined(loss.store, 2, checkpoint=file) as islands:
-            model = test_elastic.wrapped(islands)
+            model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
             with pytest.raises(StoreLostError):
-                test_elastic.train(islands, model, 9, before=lambda step: loss.before(islands, step))
+                train(islands, model, 9, before=lambda step: loss.before(islands, step))
             return model.weight.detach().clone()
 
     (weights,) = survivors(run(2, island))
@@ -142,7 +143,7 @@ def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_p
 
     def beginning():
         with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
-            model = test_elastic.wrapped(islands)
+            model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
             return model.weight.detach().clone(), model.bagua_optimizers[0].state_dict()["state"]
 
     ((begun, remembered),) = run(1, beginning)
@@ -154,25 +155,25 @@ def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
     loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
 
     def island(number):
-        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
-            model = test_islands_of_ranks.wrapped(islands)
-            test_islands_of_ranks.train(islands, model, 2 * PERIOD, lambda step: loss.before(islands, step))
+        with together(loss.store, 2, checkpoint=file) as islands:
+            model = wrapped(islands)
+            train(islands, model, 2 * PERIOD, lambda step: loss.before(islands, step))
 
     def beginning(number):
-        with test_islands_of_ranks.together(new, 1, resume=tmp_path / "0-{rank}.pt") as islands:
-            model = test_islands_of_ranks.wrapped(islands)
+        with together(new, 1, resume=tmp_path / "0-{rank}.pt") as islands:
+            model = wrapped(islands)
             begun = model.weight.detach().clone()
-            return begun, test_islands_of_ranks.train(islands, model, 4 * PERIOD)
+            return begun, train(islands, model, 4 * PERIOD)
 
     new = new_store()
-    ends = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    ends = [end for ends in run_islands(2, island) for end in survivors(ends)]
     assert [type(end) for end in ends] == [StoreLostError] * 2
     saved = [torch.load(tmp_path / f"0-{rank}.pt")["state"]["tensors"]["weight"] for rank in range(2)]
-    ((first, second),) = test_islands_of_ranks.run_islands(1, beginning)
+    ((first, second),) = run_islands(1, beginning)
     for (begun, rows), weights in zip((first, second), saved, strict=True):
         assert torch.equal(begun, weights)
-        assert sorted(rows) == [3 * PERIOD, 4 * PERIOD]
-    assert torch.equal(first[1][4 * PERIOD][0], second[1][4 * PERIOD][0])
+        assert [row.step for row in rows] == [3 * PERIOD, 4 * PERIOD]
+    check_equal([first[1], second[1]])
 
 
 def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path):
@@ -184,11 +185,11 @@ def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path)
         loss.before(islands, step)
 
     def island(number):
-        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
-            model = test_islands_of_ranks.wrapped(islands)
-            test_islands_of_ranks.train(islands, model, 2 * PERIOD, lambda step: before(islands, step))
+        with together(loss.store, 2, checkpoint=file) as islands:
+            model = wrapped(islands)
+            train(islands, model, 2 * PERIOD, lambda step: before(islands, step))
 
-    (end,) = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    (end,) = [end for ends in run_islands(2, island) for end in survivors(ends)]
     assert isinstance(end, StoreLostError)
     assert "the store does not answer" in str(end)
     assert [one.name for one in tmp_path.iterdir()] == ["0-1.pt"]

@@ -1,69 +1,171 @@
-"""Gradients that are exchanged between islands in each step, while islands die and come."""
+"""Gradients that are exchanged between islands in each step, while islands die, go and come; or why they are not."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
-from bagua.comm import get_rank, inject_fault
+from bagua.algorithms import (
+    DionAlgorithm,
+    LocalUpdates,
+    LoCoAlgorithm,
+    PowerSGDAlgorithm,
+    SignSGDAlgorithm,
+    TopKAlgorithm,
+    registry,
+)
+from bagua.comm import inject_fault
 from bagua.errors import ConfigurationError
+from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import RATE, batch, joined, new_model, new_store, run, run_islands, together, vanish
+from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
+from tests.contract.algorithms import optimizer_maker, spread
+from tests.harness import loss_of, mean_gradients, mlp, snapshot
+from tests.membership.training import (
+    RANKS,
+    RATE,
+    batch,
+    check_equal,
+    joined,
+    new_model,
+    new_store,
+    run,
+    run_islands,
+    together,
+    train,
+    vanish,
+    wrapped,
+)
 
 pytestmark = pytest.mark.threads
 
+#: Warm-ups end before islands go and come.
+QUICK = {
+    "qadam": QuickQAdam,
+    "one_bit_adam": QuickOneBitAdam,
+    "one_bit_lamb": QuickOneBitLamb,
+    "loco": partial(LoCoAlgorithm, warmup_steps=0),
+    "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
+    "top_k": partial(TopKAlgorithm, warmup_steps=1, density_steps=2),
+    "power_sgd": partial(PowerSGDAlgorithm, warmup_steps=1),
+    "dion": partial(DionAlgorithm, matrix_rank=2),
+}
+REFUSED = {"scatter_gather_allreduce": "only sums and means"}
+OF_GRADIENTS = [
+    name
+    for name in registry
+    if not issubclass(registry.get(name), LocalUpdates)
+    and any("gradients" in one.needs for one in registry.get(name)().every_exchange())
+]
+GOES_AFTER, COMES_AFTER, STEPS = 3, 5, 8
 
-def wrapped(islands):
-    model = new_model(10 * islands.seat)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    return with_bagua(model, optimizer, "gradient_allreduce", between=islands, elastic=True)
+
+def optimizer_of(algorithm, model):
+    if isinstance(algorithm, DionAlgorithm):
+        return DionOptimizer(model.parameters(), lr=0.01, matrix_rank=algorithm.matrix_rank)
+    return optimizer_maker(algorithm)(model.parameters())
 
 
-def train(islands, model, steps, rank=0, before=lambda step: None):
-    """The weights after each step, and who contributed to it."""
-    (optimizer,) = model.bagua_optimizers
-    found = {}
-    for step in range(model.bagua_step + 1, steps + 1):
-        before(step)
-        optimizer.zero_grad()
-        model(batch(islands.seat) + rank / 8).square().sum().backward()
+def train_elastic(algorithm):
+    """The weights of each island after each step, and who contributed to it: one goes, and comes again."""
+    store, lock, numbers = new_store(), threading.Lock(), iter(range(3))
+
+    def stay(islands, model, optimizer, first, last):
+        found = {}
+        for step in range(first, last + 1):
+            if step == COMES_AFTER and islands.seat < 3 and last == STEPS:
+                while not any(seat > 2 and one.waiting for seat, one in islands._state.roster.records.items()):
+                    threading.Event().wait(0.002)
+            optimizer.zero_grad()
+            loss_of(model, islands.seat, step).backward()
+            optimizer.step()
+            found[step] = (snapshot(model), islands.members().contributed)
+        return found
+
+    def train(islands, last):
+        model = mlp(islands.seat)
+        optimizer = optimizer_of(algorithm, model)
+        with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
+        return stay(islands, model, optimizer, model.bagua_step + 1, last)
+
+    def island():
+        with lock:
+            goes = next(numbers) == 2
+        rows = []
+        with joined(store, 3) as islands:
+            rows.append(train(islands, GOES_AFTER if goes else STEPS))
+        if goes:
+            with joined(store, 3) as islands:
+                rows.append(train(islands, STEPS))
+        return rows
+
+    return [row for rows in run(3, island) for row in (rows if isinstance(rows, list) else [rows])]
+
+
+def trained_whole(algorithm, crowds):
+    """One process with the batches of those who contributed to each step."""
+    model = mlp(0)
+    optimizer = optimizer_of(algorithm, model)
+    for step, seats in enumerate(crowds, start=1):
+
+        def losses(model, place, step=step, seats=seats):
+            return loss_of(model, seats[place], step)
+
+        mean_gradients(model, len(seats), losses)
         optimizer.step()
-        found[step] = (model.weight.detach().clone(), islands.members().contributed)
-    return found
+    return snapshot(model)
 
 
-def check(rows, ranks=1):
-    """All agree bit by bit, and have what plain torch has; who contributed to each step."""
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_islands_go_and_come_between_steps(name):
+    """All hold the same bit by bit after each step, and what one process would, as near as the algorithm promises."""
+    algorithm = QUICK.get(name, registry.get(name))()
+    if name in REFUSED:
+        with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=REFUSED[name]):
+            with_bagua(mlp(), [], algorithm, between=islands, elastic=True)
+        return
+    rows = train_elastic(algorithm)
     by_step = {}
     for row in rows:
         for step, (weights, contributed) in row.items():
             other = by_step.setdefault(step, (weights, contributed))
-            assert torch.equal(weights, other[0])
             assert contributed == other[1]
+            assert all(torch.equal(one, other[0][key]) for key, one in weights.items()), step
     crowds = [by_step[step][1] for step in sorted(by_step)]
-    model = new_model(0)
+    assert sorted({len(crowd) for crowd in crowds}) == [2, 3]
+    assert sorted(set().union(*crowds)) == [0, 1, 2, 3]
+    distance = spread([by_step[STEPS][0], trained_whole(algorithm, crowds)])
+    assert distance < (1e-6 if algorithm.promise == "exact" else 0.1)
+    if name != "dion":  # Its optimizer steps along other directions when nothing is exchanged.
+        assert algorithm.promise == "exact" or distance > 1e-6
+
+
+# What a death costs, and islands of several ranks.
+
+
+def elastic(islands):
+    return wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
+
+
+def check(rows, ranks=1):
+    """All agree bit by bit, and have what plain torch has; who contributed to each step."""
+    by_step = check_equal(rows)
+    crowds = [by_step[step].contributed for step in sorted(by_step)]
+    model = new_model(0).to(by_step[1].weights.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for step, seats in enumerate(crowds, start=1):
         optimizer.zero_grad()
         for seat in seats:
             for rank in range(ranks):
-                (model(batch(seat) + rank / 8).square().sum() / ranks / len(seats)).backward()
+                data = batch(seat, rank).to(model.weight.dtype)
+                (model(data).square().sum() / ranks / len(seats)).backward()
         optimizer.step()
-        torch.testing.assert_close(by_step[step][0], model.weight.detach())
+        torch.testing.assert_close(by_step[step].weights, model.weight.detach())
     return crowds
-
-
-def test_gradients_are_means_over_islands():
-    store = new_store()
-
-    def island():
-        with joined(store, 3) as islands:
-            return train(islands, wrapped(islands), 4)
-
-    assert check(run(3, island)) == [(0, 1, 2)] * 4
 
 
 def test_gradients_are_means_over_islands_of_two_ranks():
@@ -71,9 +173,9 @@ def test_gradients_are_means_over_islands_of_two_ranks():
 
     def rank(_):
         with together(store, 2) as islands:
-            return train(islands, wrapped(islands), 3, get_rank())
+            return train(islands, elastic(islands), 3, period=1)
 
-    assert check([row for rows in run_islands(2, rank) for row in rows], ranks=2) == [(0, 1)] * 3
+    assert check([row for rows in run_islands(2, rank) for row in rows], RANKS) == [(0, 1)] * 3
 
 
 def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
@@ -91,12 +193,12 @@ def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
                     fault(islands)
 
             with joined(store, 3) as islands, inject_fault(hook):
-                model = wrapped(islands)
-                rows = train(islands, model, 1)
+                model = elastic(islands)
+                rows = train(islands, model, 1, period=1)
                 armed.append(True)
-                rows |= train(islands, model, 2)
+                rows += train(islands, model, 2, period=1)
                 armed.clear()
-                return {**rows, **train(islands, model, 4)}
+                return rows + train(islands, model, 4, period=1)
 
         return run(3, island)
 
@@ -111,7 +213,7 @@ def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
                 vanish(islands)
 
         ends = train_to(fault)
-        rows = [end for end in ends if isinstance(end, dict)]
+        rows = [end for end in ends if isinstance(end, list)]
         assert len(rows) == 2, ends
         assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
         crowds = check(rows)
@@ -120,37 +222,10 @@ def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
     assert (0, 2) in seen
 
 
-def test_a_newcomer_comes_in_between_two_steps_with_the_momentum_of_the_others():
-    came, seen, store, lock, numbers = threading.Event(), threading.Event(), new_store(), threading.Lock(), iter("012")
-
-    def island():
-        with lock:
-            late = next(numbers) == "2"
-        if late:
-            assert seen.wait(60)
-        with joined(store, 2) as islands:
-            if late:
-                came.set()
-
-            def pace(step):
-                if step == 2 and not late:
-                    seen.set()
-                    assert came.wait(60)
-                    while 2 not in (records := islands._state.roster.records) or not records[2].waiting:
-                        threading.Event().wait(0.002)
-
-            return train(islands, wrapped(islands), 5, before=pace)
-
-    rows = run(3, island)
-    assert sorted(min(row) for row in rows) == [1, 1, 3]
-    assert check(rows) == [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "options", "why"),
     [
         ("gradient_allreduce", {"elastic": False}, "gradients would be exchanged in each step"),
-        ("scatter_gather_allreduce", {}, "only sums and means"),
         ("gradient_allreduce", {"between": None}, "only islands come and go"),
         ("gradient_allreduce", {"elastic": 1}, "argument elastic"),
     ],

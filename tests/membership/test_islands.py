@@ -57,7 +57,7 @@ def test_islands_train_as_plain_torch_does(algorithm):
             return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
 
     rows = run(3, island, new_store())
-    assert check_rows(algorithm, 0, rows) == [(0, 1, 2)] * 3
+    assert check_rows(algorithm, rows) == [(0, 1, 2)] * 3
 
 
 def test_several_buckets_are_exchanged_one_after_the_other():
@@ -123,7 +123,7 @@ def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing
         ends = run(3, island, new_store())
         rows = [end for end in ends if not isinstance(end, BaseException)]
         assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
-        contributed = check_rows("local_sgd", 0, rows)
+        contributed = check_rows("local_sgd", rows)
         assert contributed[-1] == (0, 2)
         seen.add(tuple(contributed[:2]))
     assert len(seen) > 1
@@ -140,7 +140,7 @@ def test_an_island_that_dies_between_exchanges_is_left_out_of_the_next_one():
             vanish(islands)
 
     ends = [end for end in run(3, island, new_store()) if not isinstance(end, BaseException)]
-    assert check_rows("diloco", 0, [rows for rows, _ in ends]) == [(0, 1, 2), (0, 1), (0, 1)]
+    assert check_rows("diloco", [rows for rows, _ in ends]) == [(0, 1, 2), (0, 1), (0, 1)]
     assert all("epoch 2 of seats [0, 1], from exchange 1: seat 2 is not in it: it was silent" in why for _, why in ends)
 
 
@@ -150,7 +150,7 @@ def test_who_says_goodbye_is_not_missed_although_half_is_left():
             return train(islands, wrapped(islands, "diloco"), PERIOD * (1 if islands.seat else 3))
 
     rows = run(2, island, new_store())
-    assert check_rows("diloco", 0, rows) == [(0, 1), (0,), (0,)]
+    assert check_rows("diloco", rows) == [(0, 1), (0,), (0,)]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -181,7 +181,7 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
     found = _numbered(3, island, new_store())
     rows = [rows for rows, _ in found]
     assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
-    assert check_rows(algorithm, 0, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
     assert all("epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why for _, why in found)
 
 
@@ -218,7 +218,7 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
     (error,) = [end for end in ends if isinstance(end, BaseException)]
     assert isinstance(error, LeftOutError)
     assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
-    assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
+    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2)]
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
@@ -357,7 +357,7 @@ def test_what_cannot_run_between_islands_is_refused(algorithm, why):
 
 def test_something_else_than_islands_is_refused():
     with pytest.raises(ConfigurationError, match="argument between"):
-        wrapped(type("Fake", (), {"seat": 0})(), "diloco")
+        wrapped(type("Fake", (), {"seat": 0, "place": (0, 1)})(), "diloco")
 
 
 def test_changes_are_told():
@@ -416,7 +416,7 @@ def test_without_the_store_islands_train_on():
             until(lambda: "nobody is there" in islands.why())
             return rows
 
-    assert check_rows("diloco", 0, run(2, island)) == [(0, 1)] * 4
+    assert check_rows("diloco", run(2, island)) == [(0, 1)] * 4
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -439,7 +439,7 @@ def test_without_the_store_nobody_is_replaced_until_it_is_back(returns):
 
     (end,) = [end for end in run(2, island) if not isinstance(end, RankDiedError)]
     if returns:
-        assert check_rows("diloco", 0, [end]) == [(0, 1), (0,), (0,)]
+        assert check_rows("diloco", [end]) == [(0, 1), (0,), (0,)]
     else:
         assert isinstance(end, StoreLostError)
         assert "the store does not answer: nobody is there" in str(end)
@@ -462,7 +462,7 @@ def test_a_result_that_all_hold_counts_although_the_barrier_failed():
 
     store = new_store()
     rows = [end for end in run(3, island) if not isinstance(end, BaseException)]
-    assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
+    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2)]
 
 
 @contextlib.contextmanager

@@ -173,7 +173,7 @@ def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed: int,
     assert sum(isinstance(end, RankDiedError) for end in ends) == DEATHS, ends
     assert len(rows) == MEMBERS, ends
     by_step = check_equal(rows)
-    contributed = [by_step[max(by_step)].contributed] if early else check_rows("diloco", 0, rows)
+    contributed = [by_step[max(by_step)].contributed] if early else check_rows("diloco", rows)
     assert set(contributed[-1]) == {seat for seat in range(MEMBERS + DEATHS) if seat not in doomed}
 
 

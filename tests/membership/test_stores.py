@@ -191,4 +191,4 @@ def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
 
         ends = run(2, island)
     rows = [end for end in ends if not isinstance(end, BaseException)]
-    assert check_rows("diloco", 0, rows) == [(0, 1), (0,), (0,)]
+    assert check_rows("diloco", rows) == [(0, 1), (0,), (0,)]

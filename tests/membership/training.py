@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 class Outer(NamedTuple):
-    """What an island has after an outer step: the number of its inner step, its weights, and whose they are."""
+    """What a rank has after an exchange: the number of its step, its weights, and whose they are."""
 
     step: int
     weights: torch.Tensor
@@ -126,30 +126,38 @@ def new_model(seat: int) -> torch.nn.Module:
     return model
 
 
-def batch(seat: int) -> torch.Tensor:
-    """What the island on this seat learns from, in each step."""
-    return torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4)
+def batch(seat: int, rank: int = 0) -> torch.Tensor:
+    """What a rank of the island on this seat learns from, in each step."""
+    return torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4) + rank / 8
 
 
-def wrapped(islands: Islands, algorithm: str | Algorithm, **options: Any) -> torch.nn.Module:
+def wrapped(
+    islands: Islands, algorithm: str | Algorithm = "diloco", momentum: float = 0.0, **options: Any
+) -> torch.nn.Module:
+    """The model of this rank; in float64 where an island has several, whose sums are then near those of plain torch."""
     chosen = Algorithm.init(algorithm, **ALGORITHMS.get(algorithm, {})) if isinstance(algorithm, str) else algorithm
-    model = new_model(islands.seat)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    rank, ranks = islands.place
+    model = new_model(islands.seat + 10 * rank).to(torch.float64 if ranks > 1 else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     return with_bagua(model, optimizer, chosen, between=islands, **options)
 
 
 def train(
-    islands: Islands, model: torch.nn.Module, steps: int, before: Callable[[int], object] = lambda step: None
+    islands: Islands,
+    model: torch.nn.Module,
+    steps: int,
+    before: Callable[[int], object] = lambda step: None,
+    period: int = PERIOD,
 ) -> list[Outer]:
-    """Train up to step number ``steps``; what there was after each outer step."""
+    """Train up to step number ``steps``; what there was after each exchange."""
     (optimizer,) = model.bagua_optimizers
     found = []
     for step in range(model.bagua_step + 1, steps + 1):
         before(step)
         optimizer.zero_grad()
-        model(batch(islands.seat)).square().sum().backward()
+        model(batch(islands.seat, islands.place[0]).to(model.weight.dtype)).square().sum().backward()
         optimizer.step()
-        if step % PERIOD == 0:
+        if step % period == 0:
             found.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
     return found
 
@@ -201,15 +209,15 @@ def together(store, size: int, **options: Any) -> AbstractContextManager[Islands
     return joined(store, size, group=get_default_group().duplicate("islands"), **options)
 
 
-def expected(algorithm: str, founder: int, contributed: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int) -> list[torch.Tensor]:
     """The weights after each outer step, in plain torch: inner steps of each, and one step of the anchor."""
-    anchor = new_model(founder).weight.detach().clone()
+    anchor = new_model(0).weight.detach().to(torch.float64 if ranks > 1 else torch.float32)
     slow = torch.zeros_like(anchor)
     outer = torch.nn.Parameter(anchor.clone())
     optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
     found = []
     for seats in contributed:
-        ends = [_inner(anchor, seat) for seat in seats]
+        ends = [_inner(anchor, seat, ranks) for seat in seats]
         difference = torch.stack([anchor - end for end in ends]).mean(0)
         if algorithm == "diloco":
             outer.grad = difference
@@ -224,16 +232,17 @@ def expected(algorithm: str, founder: int, contributed: Sequence[tuple[int, ...]
     return found
 
 
-def _inner(anchor: torch.Tensor, seat: int) -> torch.Tensor:
+def _inner(anchor: torch.Tensor, seat: int, ranks: int) -> torch.Tensor:
+    """One process for each island, with the batches of its ranks."""
     weights = anchor.clone()
-    data = batch(seat)
+    data = torch.cat([batch(seat, rank) for rank in range(ranks)]).to(anchor.dtype) / ranks**0.5
     for _ in range(PERIOD):
         weights = weights - RATE * 2 * (data @ weights.T).T @ data
     return weights
 
 
 def check_equal(rows: Sequence[Sequence[Outer]]) -> dict[int, Outer]:
-    """All islands agree bit by bit; what there is after each outer step."""
+    """All agree bit by bit; what there is after each exchange."""
     by_step: dict[int, Outer] = {}
     for row in rows:
         for one in row:
@@ -243,11 +252,12 @@ def check_equal(rows: Sequence[Sequence[Outer]]) -> dict[int, Outer]:
     return by_step
 
 
-def check_rows(algorithm: str, founder: int, rows: Sequence[Sequence[Outer]]) -> list[tuple[int, ...]]:
-    """All islands agree bit by bit, and their weights are those of plain torch; who contributed to each outer step."""
+def check_rows(algorithm: str, rows: Sequence[Sequence[Outer]], ranks: int = 1) -> list[tuple[int, ...]]:
+    """All agree bit by bit, and their weights are those of plain torch; who contributed to each outer step."""
     by_step = check_equal(rows)
     contributed = [by_step[step].contributed for step in sorted(by_step)]
     assert sorted(by_step) == [PERIOD * (number + 1) for number in range(len(by_step))]
-    for step, weights in zip(sorted(by_step), expected(algorithm, founder, contributed), strict=True):
-        torch.testing.assert_close(by_step[step].weights, weights)
+    near = {"rtol": 1e-12, "atol": 1e-12} if ranks > 1 else {}
+    for step, weights in zip(sorted(by_step), expected(algorithm, contributed, ranks), strict=True):
+        torch.testing.assert_close(by_step[step].weights, weights, **near)
     return contributed
