@@ -18,15 +18,15 @@ from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     PERIOD,
-    RATE,
     Unsteady,
-    batch,
     check_equal,
+    inner_steps,
     joined,
     new_model,
     new_store,
     run,
     run_islands,
+    run_numbered,
     together,
     train,
     until,
@@ -61,16 +61,6 @@ class Loss:
 
 def survivors(ends):
     return [end for end in ends if not isinstance(end, RankDiedError)]
-
-
-def after_inner_steps(start, seat):
-    weights = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.SGD([weights], lr=RATE)
-    for _ in range(PERIOD):
-        optimizer.zero_grad()
-        (batch(seat) @ weights.T).square().sum().backward()
-        optimizer.step()
-    return weights.detach()
 
 
 def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
@@ -114,13 +104,13 @@ def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
         optimizer.step()
         return outer.detach().clone()
 
-    anchor = outer_step([after_inner_steps(outer.detach(), seat) for seat in range(3)])
+    anchor = outer_step([inner_steps(outer.detach(), seat) for seat in range(3)])
     saved = torch.load(folder / "runs" / "0.pt")["state"]
-    own = after_inner_steps(anchor, 0)
+    own = inner_steps(anchor, 0)
     torch.testing.assert_close(saved["tensors"]["weight"], own)
     assert saved["engine"]["step"] == 2 * PERIOD
-    wanted = [outer_step([after_inner_steps(own, seat) for seat in (0, 1)])]
-    wanted.append(outer_step([after_inner_steps(wanted[0], seat) for seat in (0, 1)]))
+    wanted = [outer_step([inner_steps(own, seat) for seat in (0, 1)])]
+    wanted.append(outer_step([inner_steps(wanted[0], seat) for seat in (0, 1)]))
     by_step = check_equal(run(2, beginning, new_store(), folder))
     assert sorted(by_step) == [3 * PERIOD, 4 * PERIOD]
     for step, weights in zip(sorted(by_step), wanted, strict=True):
@@ -262,10 +252,8 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
         wrapped(islands, "diloco")
         write_state(file, islands._facts, islands._state.give())
 
-    numbers = iter(range(2))
-
-    def island(store):
-        first = next(numbers) == 0
+    def island(store, number):
+        first = number == 0
         assert first or begun.wait(60)
         with joined(store, 1, resume=file) as islands:
             if first:
@@ -277,7 +265,7 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
             return wrapped(islands, "diloco")
 
     store = new_store()
-    first, second = run(2, island, store)
+    first, second = run_numbered(2, island, store)
     assert torch.equal(first.weight, second.weight)
     with pytest.raises(CollectiveMismatchError, match="resumes=True"), joined(store, 1):
         pass

@@ -35,6 +35,7 @@ from tests.membership.training import (
     new_store,
     run,
     run_islands,
+    run_numbered,
     together,
     train,
     vanish,
@@ -72,7 +73,7 @@ def optimizer_of(algorithm, model):
 
 def train_elastic(algorithm):
     """The weights of each island after each step, and who contributed to it: one goes, and comes again."""
-    store, lock, numbers = new_store(), threading.Lock(), iter(range(3))
+    store = new_store()
 
     def stay(islands, model, optimizer, first, last):
         found = {}
@@ -92,9 +93,8 @@ def train_elastic(algorithm):
         with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
         return stay(islands, model, optimizer, model.bagua_step + 1, last)
 
-    def island():
-        with lock:
-            goes = next(numbers) == 2
+    def island(number):
+        goes = number == 2
         rows = []
         with joined(store, 3) as islands:
             rows.append(train(islands, GOES_AFTER if goes else STEPS))
@@ -103,7 +103,7 @@ def train_elastic(algorithm):
                 rows.append(train(islands, STEPS))
         return rows
 
-    return [row for rows in run(3, island) for row in (rows if isinstance(rows, list) else [rows])]
+    return [row for rows in run_numbered(3, island) for row in (rows if isinstance(rows, list) else [rows])]
 
 
 def trained_whole(algorithm, crowds):

@@ -38,6 +38,7 @@ from tests.membership.training import (
     new_store,
     run,
     run_islands,
+    run_numbered,
     together,
     train,
     until,
@@ -178,23 +179,11 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
             rows = train(islands, model, 5 * PERIOD, let_in if number < 2 else lambda step: None)
             return rows, islands.why()
 
-    found = _numbered(3, island, new_store())
+    found = run_numbered(3, island, new_store())
     rows = [rows for rows, _ in found]
     assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
     assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
     assert all("epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why for _, why in found)
-
-
-def _numbered(count, job, store):
-    """Like ``run``, with the number of the thread as the last argument."""
-    lock, numbers = threading.Lock(), iter(range(count))
-
-    def numbered():
-        with lock:
-            number = next(numbers)
-        return job(store, number)
-
-    return run(count, numbered)
 
 
 def test_an_island_that_was_stopped_is_told_that_the_others_went_on():

@@ -19,7 +19,7 @@ from bagua.membership.checkpoint import write_state
 from bagua.membership.pace import numbers_of
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import joined, new_store, run, run_islands, together, vanish
+from tests.membership.training import joined, new_store, run, run_islands, run_numbered, together, vanish
 
 H = 6
 RATE = 0.05
@@ -313,11 +313,10 @@ def test_a_member_that_leaves_is_not_waited_for():
 def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fragments, early, monkeypatch):
     monkeypatch.setattr(participant, "_ROUNDS", participant._ROUNDS if early else 0)
     algorithm = Algorithm.init("diloco", sync_every=H, pace="own", fragments=fragments)
-    settled, lock, numbers = threading.Event(), threading.Lock(), iter(range(3))
+    settled = threading.Event()
 
-    def island(store):
-        with lock:
-            late = next(numbers) == 2
+    def island(store, number):
+        late = number == 2
         assert not late or settled.wait(60)
         with joined(store, 2, minimum=1) as islands:
             member = Member(islands, algorithm, STEP_S[islands.seat])
@@ -332,7 +331,7 @@ def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fr
                     settled.set()
             return islands.seat, begun, found, islands.pace.numbers
 
-    ends = sorted(run(3, island, new_store()), key=lambda one: one[0])
+    ends = sorted(run_numbered(3, island, new_store()), key=lambda one: one[0])
     shared = min(len(rows) for _, _, rows, _ in ends)
     check_equal([rows[-shared:] for _, _, rows, _ in ends], fragments)
     for *_, numbers in ends:

@@ -16,7 +16,7 @@ from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
 from bagua.membership import ElasticSampler
 from bagua.parallel import with_bagua
-from tests.membership.training import PERIOD, joined, new_model, new_store, run, vanish, wrapped
+from tests.membership.training import PERIOD, joined, new_model, new_store, run, run_numbered, vanish, wrapped
 
 
 class Place(SimpleNamespace):
@@ -298,11 +298,10 @@ def test_what_an_island_that_died_had_not_contributed_is_trained_on_by_the_other
 @pytest.mark.parametrize("pace", ["equal", "own"])
 def test_a_newcomer_draws_what_others_do_not_when_it_takes_part(pace):
     """Before that it repeats something, and all know how much."""
-    settled, lock, numbers = threading.Event(), threading.Lock(), iter(range(3))
+    settled = threading.Event()
 
-    def island(store):
-        with lock:
-            late = next(numbers) == 2
+    def island(store, number):
+        late = number == 2
         assert not late or settled.wait(60)
         with joined(store, 2) as islands:
             sampler = ElasticSampler(range(10**5), islands, shuffle=False)
@@ -324,7 +323,7 @@ def test_a_newcomer_draws_what_others_do_not_when_it_takes_part(pace):
                 settled.set()
             return first, trained, sampler.give()
 
-    ends = run(3, island, new_store())
+    ends = run_numbered(3, island, new_store())
     position = ends[0][2]
     assert all(other == position for *_, other in ends)
     first = [index for first, _, _ in ends for index in first]

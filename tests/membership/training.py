@@ -181,6 +181,18 @@ def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float 
     return _ends(ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments))
 
 
+def run_numbered(count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Like ``run``, with the number of the thread as the last argument."""
+    lock, numbers = threading.Lock(), iter(range(count))
+
+    def numbered() -> Any:
+        with lock:
+            number = next(numbers)
+        return job(*arguments, number)
+
+    return run(count, numbered)
+
+
 def _ends(outcomes: Sequence[Outcome]) -> list[Any]:
     """Values, and errors of what is tested. That an assertion did not hold must not be a value that nobody looks at."""
     for outcome in outcomes:
@@ -217,7 +229,7 @@ def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int)
     optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
     found = []
     for seats in contributed:
-        ends = [_inner(anchor, seat, ranks) for seat in seats]
+        ends = [inner_steps(anchor, seat, ranks) for seat in seats]
         difference = torch.stack([anchor - end for end in ends]).mean(0)
         if algorithm == "diloco":
             outer.grad = difference
@@ -232,8 +244,8 @@ def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int)
     return found
 
 
-def _inner(anchor: torch.Tensor, seat: int, ranks: int) -> torch.Tensor:
-    """One process for each island, with the batches of its ranks."""
+def inner_steps(anchor: torch.Tensor, seat: int, ranks: int = 1) -> torch.Tensor:
+    """The weights of an island at the end of a period; it is one process here, with the batches of its ranks."""
     weights = anchor.clone()
     data = torch.cat([batch(seat, rank) for rank in range(ranks)]).to(anchor.dtype) / ranks**0.5
     for _ in range(PERIOD):
