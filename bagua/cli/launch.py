@@ -63,7 +63,7 @@ class Rank:
             local_world_size=self.local_world_size,
         )
 
-    def _store(self, timeout_s: float) -> comm.KeyStore:
+    def _store(self, timeout_s: float) -> comm.Store:
         if self.host is None:
             return connect_store(self.port, timeout_s)
         if self.rank == 0:

@@ -124,17 +124,13 @@ from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.cells import Cells as Cells
-from bagua.comm.store.islands import (
-    KeyStore as KeyStore,
-    close_store as close_store,
-    open_store as open_store,
-    part_of as part_of,
-    serve_store_at as serve_store_at,
-)
 from bagua.comm.store.serving import (
+    close_store as close_store,
     connect_store as connect_store,
     meet_at as meet_at,
+    open_store as open_store,
     serve_store as serve_store,
+    serve_store_at as serve_store_at,
     thread_store as thread_store,
 )
 from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm import KeyStore, PhaseDeadline, ProcessGroup, group_of_seats
+from bagua.comm import PhaseDeadline, ProcessGroup, Store, group_of_seats
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -42,7 +42,7 @@ class Counterparts:
         busy: True while a call waits for other islands.
     """
 
-    def __init__(self, state: MemberState, store: KeyStore, backend: str, tell: Callable[[Epoch], None]) -> None:
+    def __init__(self, state: MemberState, store: Store, backend: str, tell: Callable[[Epoch], None]) -> None:
         self._state, self._store, self._backend, self._tell = state, store, backend, tell
         self._connecting = PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
         self.donor, self.receiver = Donor(state), Receiver(state)

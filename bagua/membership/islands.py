@@ -23,15 +23,15 @@ from bagua.comm import (
     DEFAULT_TIMEOUT_S,
     Cells,
     Group,
-    KeyStore,
+    PrefixStore,
     ProcessGroup,
+    Store,
     as_group,
     as_seconds,
     close_store,
     get_default_group,
     is_initialized,
     open_store,
-    part_of,
 )
 from bagua.errors import (
     BaguaError,
@@ -94,7 +94,7 @@ class Islands:
 
     def __init__(
         self,
-        store: KeyStore,
+        store: Store,
         where: str,
         *,
         size: int,
@@ -111,7 +111,7 @@ class Islands:
         self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
-        part = part_of(store, f"islands/{name}")
+        part = PrefixStore(f"islands/{name}", store)
         self._history: deque[str] = deque(maxlen=64)
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
@@ -445,7 +445,7 @@ def join_islands(
     begin, chosen_name = size or minimum or 1, name or "default"
     facts = [f"where={found}", f"size={begin}", f"minimum={minimum}", f"name={chosen_name}", f"timeout={timeout_s:g}"]
     group = _ranks_of_island(process_group)
-    store: KeyStore | None = None
+    store: Store | None = None
     try:
         check_place(1 if group is None else group.size, checkpoint=checkpoint, resume=resume)
         store = _opened_together(found, facts, timeout_s, group)
@@ -469,7 +469,7 @@ def _ranks_of_island(process_group: Group | None) -> ProcessGroup | None:
     return group.duplicate("islands") if group.size > 1 else None
 
 
-def _opened_together(where: str, facts: list[str], timeout_s: float, group: ProcessGroup | None) -> KeyStore:
+def _opened_together(where: str, facts: list[str], timeout_s: float, group: ProcessGroup | None) -> Store:
     """The store, if all ranks of the island ask for the same one, and reach it. Collective.
 
     Raises:

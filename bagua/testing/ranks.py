@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import bagua.comm
-from bagua.comm import KeyStore
+from bagua.comm import Store
 from bagua.errors import (
     CommunicationError,
     CommunicatorClosedError,
@@ -67,7 +67,7 @@ class Job:
     nodes: tuple[int, ...] | None
     timeout_s: float
 
-    def join(self, rank: int, store: KeyStore) -> None:
+    def join(self, rank: int, store: Store) -> None:
         """Initialize the default group of a rank."""
         layout: dict[str, Any] = {} if self.nodes is None else {"_nodes": self.nodes}
         bagua.comm.init_process_group(

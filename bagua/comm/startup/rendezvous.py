@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import family, leak
-from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
@@ -132,25 +131,3 @@ def _client(address: str, port: int, timeout_s: float) -> dist.Store:
         return thread.submit(lambda: connect_store(port, timeout_s, address)).result(timeout_s)
     finally:
         thread.stop(timeout_s=0.0)
-
-
-def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
-    """Wait until somebody listens at ``address``; the seconds that are left.
-
-    TCPStore would do the same, but goes on for long after its timeout, and prints a stack trace for each attempt.
-
-    Raises:
-        OSError: no process does.
-    """
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.02
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            socket.create_connection((address, port), timeout=max(min(left_s, 5.0), 0.05)).close()
-            return max(deadline - time.monotonic(), 1.0)
-        except OSError:
-            if left_s <= 0:
-                raise
-        time.sleep(min(pause_s, max(left_s, 0.0)))
-        pause_s = min(2 * pause_s, 0.5)

@@ -1,16 +1,31 @@
-"""Rendezvous stores for ranks that were started without a launcher, and the one that a URL names."""
+"""Stores where ranks and islands meet: how one is served, found and reached."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+import time
 from datetime import timedelta
 
-from torch.distributed import HashStore, Store, TCPStore, rendezvous
+from torch.distributed import DistNetworkError, HashStore, Store, TCPStore, rendezvous
+
+from bagua.checks import check_kind
+from bagua.comm.store.bounded import BoundedStore
+from bagua.comm.store.etcd import EtcdStore
+from bagua.comm.store.keys import behind_token
+from bagua.comm.store.polled import PolledStore
+from bagua.errors import ConfigurationError, StoreLostError
 
 _LOOPBACK = "127.0.0.1"
 #: Torch's own.
 _TIMEOUT = timedelta(seconds=300)
+_FORMS = "tcp://host:port, or etcd://host:port,host:port,..."
+_ETCD = re.compile(r"etcd://(?P<servers>[^/]+)/?")
+_ETCD_PORT = 2379
+#: Of one request, over all servers. An election takes up to 3 s with the default settings of etcd.
+_ETCD_LIMIT_S = 5.0
+_TCP = re.compile(r"tcp://(?P<host>\[[^]]+\]|[^:/,]+):(?P<port>\d+)/?")
 
 
 def thread_store() -> Store:
@@ -68,6 +83,28 @@ def connect_store(port: int, timeout_s: float, address: str = _LOOPBACK) -> Stor
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
+def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
+    """Wait until somebody listens at ``address``; the seconds that are left.
+
+    TCPStore would do the same, but goes on for long after its timeout, and prints a stack trace for each attempt.
+
+    Raises:
+        OSError: no process does.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.02
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(min(left_s, 5.0), 0.05)).close()
+            return max(deadline - time.monotonic(), 1.0)
+        except OSError:
+            if left_s <= 0:
+                raise
+        time.sleep(min(pause_s, max(left_s, 0.0)))
+        pause_s = min(2 * pause_s, 0.5)
+
+
 def meet_at(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
     """The store that ``url`` names, as torch understands it, and who this process is there.
 
@@ -79,3 +116,100 @@ def meet_at(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[S
     """
     store, found_rank, found_size = next(rendezvous(url, rank, world_size, timeout=timeout))
     return store, found_rank, found_size
+
+
+# Stores of islands.
+
+
+def open_store(where: str, timeout_s: float) -> Store:
+    """The store at ``where``; every call to it ends within seconds, whatever becomes of the store.
+
+    Args:
+        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
+            with the servers of an etcd cluster.
+        timeout_s: how long to wait until somebody listens there, and later for keys, in seconds.
+
+    Raises:
+        ConfigurationError: ``where`` has another form.
+        StoreLostError: nothing listens there.
+    """
+    check_kind(str, _FORMS, where=where)
+    tcp, etcd = _TCP.fullmatch(where), _ETCD.fullmatch(where)
+    servers = [_server(text) for text in etcd["servers"].split(",")] if etcd is not None else []
+    if servers and None not in servers:
+        known = [one for one in servers if one is not None]
+        return _reached(EtcdStore(known, timeout_s, min(_ETCD_LIMIT_S, max(timeout_s, 0.1))), where, timeout_s)
+    if tcp is None:
+        raise ConfigurationError(
+            "not the address of a store where islands meet",
+            argument="where",
+            expected=_FORMS,
+            seen=repr(where),
+            advice="Start one with: baguarun --serve-islands",
+        )
+    host, port = tcp["host"].strip("[]"), int(tcp["port"])
+    return BoundedStore(behind_token(_connected(where, host, port, timeout_s)), timeout_s)
+
+
+def _server(text: str) -> tuple[str, int] | None:
+    host, colon, port = text.rpartition(":") if ":" in text else (text, ":", str(_ETCD_PORT))
+    return (host.strip("[]"), int(port)) if host and colon and port.isdigit() else None
+
+
+def _reached(store: EtcdStore, where: str, timeout_s: float) -> Store:
+    """The store, once it has answered."""
+    started = time.monotonic()
+    while True:
+        try:
+            store.check(["any"])
+        except DistNetworkError as error:
+            elapsed_s = time.monotonic() - started
+            if elapsed_s < timeout_s:
+                time.sleep(0.1)
+                continue
+            store.close()
+            raise StoreLostError(f"no server answers at {where}", elapsed_s=elapsed_s, timeout_s=timeout_s) from error
+        return store
+
+
+def _connected(where: str, host: str, port: int, timeout_s: float) -> Store:
+    started = time.monotonic()
+    try:
+        left_s = wait_for_listener(host, port, timeout_s)
+        return connect_store(port, left_s, host)
+    except (OSError, RuntimeError) as error:
+        raise StoreLostError(
+            f"no store answers at {where}",
+            elapsed_s=time.monotonic() - started,
+            timeout_s=timeout_s,
+            advice=f"Start it with: baguarun --serve-islands {host}:{port}",
+        ) from error
+
+
+def serve_store_at(host: str, port: int) -> tuple[Store, str]:
+    """A store that lives as long as the returned object, and its address.
+
+    Args:
+        host: address of this host that others reach, where alone it listens; or a name, for all interfaces.
+        port: 0 for any free one.
+
+    Raises:
+        ConfigurationError: the address is not this host's, or the port is taken.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+        store, port_of_it = serve_store(host, port)
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"no store can be served there: {str(error).partition(chr(10))[0]}",
+            argument="--serve-islands",
+            expected="an address of this host, and a free port",
+            seen=f"{host}:{port}",
+        ) from error
+    return store, f"tcp://{f'[{host}]' if ':' in host else host}:{port_of_it}"
+
+
+def close_store(store: Store) -> None:
+    """Give back what ``open_store`` took. Idempotent."""
+    if isinstance(store, PolledStore):
+        store.close()
