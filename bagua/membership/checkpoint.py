@@ -15,15 +15,7 @@ from bagua.membership.island import first_difference
 
 
 def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
-    """Refuse one file for several ranks.
-
-    Args:
-        ranks: ranks of the island.
-        places: paths by argument; None for no file.
-
-    Raises:
-        ConfigurationError: it is no path, or ranks would write to the same file.
-    """
+    """Refuse what is no path, and one file for several ranks of an island."""
     for argument, place in places.items():
         if not isinstance(place, (str, os.PathLike, type(None))):
             raise ConfigurationError("no path", argument=argument, expected="a path, or None", seen=repr(place))
@@ -44,17 +36,7 @@ def place_of(place: str | os.PathLike[str] | None, seat: int, rank: int) -> Path
 
 
 def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -> None:
-    """Write a state that ``torch.load`` can read, in the place of what ``file`` was; all of it, or nothing.
-
-    Args:
-        file: path of the file; its folder is made.
-        facts: facts about the model and its training.
-        state: tensors and numbers that a newcomer receives.
-
-    Raises:
-        OSError: it cannot be written.
-        pickle.UnpicklingError: ``torch.load`` refuses what lies in the state.
-    """
+    """Write a state that ``torch.load`` can read, in the place of what ``file`` was; all of it, or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -70,16 +52,7 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
 
 
 def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
-    """The state that ``write_state`` has written.
-
-    Args:
-        file: path of the file.
-        facts: facts about the model and its training here, which must be those of the file, but for the algorithm: its
-            options may be others.
-
-    Raises:
-        ConfigurationError: there is no such file, or it belongs to another model.
-    """
+    """The state that ``write_state`` has written for the same model and training. The algorithm may be another."""
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         theirs, state = list(saved["facts"]), dict(saved["state"])

@@ -127,12 +127,7 @@ class Island:
         return told.tolist()
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """Break the connections of the island, from any thread.
-
-        Args:
-            reason: why; of another rank what it did, beginning with "it".
-            culprit: rank of the island to blame; None for this one.
-        """
+        """Break the connections of the island, from any thread. A reason for a ``culprit`` begins with "it"."""
         if self._group is not None:
             self._group.abort(reason, None if culprit is None else self._group.ranks[culprit])
 
@@ -182,32 +177,13 @@ def first_difference(facts: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
 def different(
     problem: str, call: str, rank: int, facts: list[str], theirs: list[str], advice: str
 ) -> errors.CollectiveMismatchError:
-    """The error of ranks of an island with different facts.
-
-    Args:
-        problem: headline.
-        call: function that was called.
-        rank: number of the other rank, as ``Island.compare`` gave it.
-        facts: facts of this rank.
-        theirs: facts of the other rank, as many.
-        advice: words that say what to do.
-    """
+    """The error of ranks of an island with different facts; see ``Island.compare``."""
     here, there = first_difference(facts, theirs)
     return errors.CollectiveMismatchError(problem, call=call, peers=[rank], expected=here, seen=there, advice=advice)
 
 
 def require_same(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
-    """Refuse to join islands that do something else.
-
-    Args:
-        cells: cells of the store.
-        topic: cell that says what all have in common.
-        facts: facts of this island.
-        what: noun for what they describe, as "models".
-
-    Raises:
-        CollectiveMismatchError: the others have other facts.
-    """
+    """Refuse to join islands that have other facts under ``topic``: cells say what all have in common."""
     theirs = cells.claim(topic, list(facts))
     if theirs == list(facts):
         return

@@ -364,17 +364,7 @@ class Participant:
         self._state.waiting_for = why
 
     def _wait(self, started: float, *, give_up: bool = True, pause: bool = True) -> None:
-        """Wait for a moment, or give up after ``timeout_s``.
-
-        Args:
-            started: when this process began to wait.
-            give_up: False if there is something left to try.
-            pause: False to return at once.
-
-        Raises:
-            TooFewMembersError: too few are there, for too long.
-            StoreLostError: the store has not answered.
-        """
+        """Wait for a moment, or give up after ``timeout_s``, unless there is something left to try."""
         self._check_here()
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s or not give_up:

@@ -170,14 +170,7 @@ class Roster:
         self._pause = PhaseDeadline(deadlines.timeout_s)
 
     def look(self, now: float) -> None:
-        """Read all records.
-
-        Args:
-            now: seconds on this process's clock.
-
-        Raises:
-            StoreLostError: the store does not answer.
-        """
+        """Read all records, at ``now`` seconds on this process's clock. Raises if the store does not answer."""
         while self._ranks_of is None and self._cells.read([seat_name(self._taken)])[0] is not None:
             self._taken += 1
         seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
@@ -302,7 +295,8 @@ class Samples(Protocol):
 class MemberState:
     """What one rank of an island knows of itself and of the others. All else reads and writes it here.
 
-    A thread posts the record of this rank, and reads those of others. The rest belongs to the thread that trains.
+    A thread posts the record of this rank, and reads those of others, ``standing`` and ``link``. Only the thread that
+    trains replaces these two.
 
     Args:
         cells: cells of the store.
@@ -370,11 +364,7 @@ class MemberState:
         return None if self.link is None else self.link[0]
 
     def read_epoch(self, number: int) -> Epoch | None:
-        """Epoch ``number``; None if it is not written.
-
-        Raises:
-            StoreLostError: the store does not answer.
-        """
+        """Epoch ``number``; None if it is not written. Raises if the store does not answer."""
         (written,) = self.cells.read([epoch_name(number)])
         return None if written is None else Epoch.from_json(written)
 
@@ -409,11 +399,7 @@ class MemberState:
     # Signs of life.
 
     def tell(self, **news: Any) -> None:
-        """Say how this process is. What the store does not take now is said again with the next sign of life.
-
-        Args:
-            news: fields of the record.
-        """
+        """Say how this process is, by fields of the record. What the store does not take is said with the next beat."""
         if self._forked:
             raise forked_error()
         with self._lock, self._noting():
@@ -421,11 +407,7 @@ class MemberState:
             self.cells.post(record_name(self.seat, self.rank), self.record.to_json())
 
     def note(self, **news: Any) -> None:
-        """Say it with the next sign of life.
-
-        Args:
-            news: fields of the record.
-        """
+        """Say it, by fields of the record, with the next sign of life."""
         with self._lock:
             self.record = dataclasses.replace(self.record, **news)
 
@@ -446,11 +428,7 @@ class MemberState:
             self.trouble = error.problem
 
     def start(self, watch: Callable[[], None]) -> None:
-        """Give signs of life from now on, and have ``watch`` called after each look at the others.
-
-        Raises:
-            RuntimeError: no thread can start; the others know that this process has left.
-        """
+        """Give signs of life from now on, and have ``watch`` called after each look at the others."""
 
         def live() -> None:
             while not self._ended.wait(self.deadlines.beat_s / (_HURRY if self.roster.is_coming() else 1)):

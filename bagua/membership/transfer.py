@@ -45,11 +45,7 @@ class Donor:
         self._server = PieceServer(lambda: [*state.at])
 
     def offer(self, told: Sequence[int]) -> None:
-        """Offer newcomers the state, in the place of what was offered before.
-
-        Args:
-            told: number of the last exchange that is part of it, and that of the epoch.
-        """
+        """Offer newcomers the state after the exchange that is told, in the epoch that is told with it."""
         exchange, epoch = told
         try:
             encoded = {name: encoded_later(part) for name, part in self._state.give().items()}
@@ -115,12 +111,7 @@ class Receiver:
         self._receive(seats, lambda offer: offer.epoch == epoch.number, check)
 
     def receive_early(self, seats: Sequence[int], needs: int, check: Callable[[], None]) -> None:
-        """Fetch the state, or what has changed of it, before this island comes in.
-
-        Args:
-            seats: members that were asked.
-            needs: number of the exchange that has to be part of it.
-            check: raises if it is no use to go on.
+        """Fetch the state after exchange ``needs`` or a later one, or what has changed, before this island comes in.
 
         Raises:
             PeerLostError: no member is left that offers it.
