@@ -30,7 +30,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Call, CallRecord, Place
-from bagua.comm.records.statistics import Statistics
+from bagua.comm.records.recorder import Statistics
 from bagua.observe import timeline
 from benchmarks.paired import Comparison, Rounds, add_arguments, compare, conclude, joined, measure, slowest
 from benchmarks.training_step import make_step, multilayer_perceptron

@@ -96,6 +96,7 @@ from bagua.comm.pieces.phase_deadline import PhaseDeadline as PhaseDeadline
 from bagua.comm.pieces.fetching import Fetch as Fetch, ask_now as ask_now
 from bagua.comm.pieces.server import PieceServer as PieceServer, Source as Source
 from bagua.comm.records.recorder import (
+    LATE_SHARE as LATE_SHARE,
     CallRecord as CallRecord,
     CallTimes as CallTimes,
     Place as Place,
@@ -119,7 +120,6 @@ from bagua.comm.startup.default_group import become_rank as become_rank
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from bagua.comm.startup.rehearsal import rehearsal_group as rehearsal_group
 from bagua.comm.startup.seats import group_of_seats as group_of_seats
-from bagua.comm.records.statistics import LATE_SHARE as LATE_SHARE
 from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats

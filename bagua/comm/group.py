@@ -18,7 +18,6 @@ from bagua.comm.long_wait import Activity
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
 from bagua.comm.records.deadlock import Deadlocks
-from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
 from bagua.comm.store.bounded import connection_to
@@ -44,7 +43,7 @@ class ProcessGroup:
         backend: name of the transport.
         timeout_s: default deadline of every call, in seconds.
         label: name of the group in messages.
-        ledger: counters of this rank, and the ranks that were lost.
+        recorder: what this rank does on all of its communicators.
         leader: the local rank that speaks for its host, on every host.
 
     Attributes:
@@ -65,7 +64,7 @@ class ProcessGroup:
         backend: str,
         timeout_s: float,
         label: str,
-        ledger: Ledger,
+        recorder: Recorder,
         leader: int = 0,
     ) -> None:
         self._store = store
@@ -76,7 +75,8 @@ class ProcessGroup:
         self.backend = backend
         self.timeout_s = timeout_s
         self.label = label
-        self._ledger = ledger
+        #: What this rank did, on all of its communicators.
+        self.recorder = recorder
         self._descendants: list[ProcessGroup] = []
         self._made: list[Communicator] = []
         self._when_closing: list[Callable[[], None]] = []
@@ -127,13 +127,12 @@ class ProcessGroup:
             timeout_s=timeout_s or self.timeout_s,
             label=self.label + suffix,
             activity=activity,
-            judge=Deadlocks(self._ledger.recorder, self.store, activity, self.label + suffix).look,
+            judge=Deadlocks(self.recorder, self.store, activity, self.label + suffix).look,
         )
         with meeting(f"the set-up of {membership.label}", membership.rank, membership.ranks):
             transport = create_transport(backend or self.backend, membership)
-        communicator = Communicator(transport, self.timeout_s, self._ledger.recorder)
+        communicator = Communicator(transport, self.timeout_s, self.recorder)
         self._made.append(communicator)
-        self._ledger.open.append(communicator.statistics)
         return communicator
 
     # Facts.
@@ -148,11 +147,6 @@ class ProcessGroup:
         if self._inherited:
             raise forked_error()
         return self._store
-
-    @property
-    def recorder(self) -> Recorder:
-        """What this rank did, on all of its communicators."""
-        return self._ledger.recorder
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -276,7 +270,7 @@ class ProcessGroup:
             backend,
             timeout_s or self.timeout_s,
             f"{self.label}/{name}",
-            self._ledger,
+            self.recorder,
             leader,
         )
         group._parent = weakref.ref(self)  # noqa: SLF001 - another one of these
@@ -323,7 +317,7 @@ class ProcessGroup:
         communicator.close()
         if communicator in self._made:
             self._made.remove(communicator)
-        self._ledger.retire(communicator.statistics)
+        self.recorder.retire(communicator.statistics)
 
     def when_closing(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when this group is closed, before its communicators are."""
@@ -383,15 +377,15 @@ class ProcessGroup:
 
     def _end(self, communicator: Communicator) -> None:
         """Close ``communicator``. If this rank ends because it lost a member, the others name that one."""
-        ledger = self._ledger
-        ledger.lost = ledger.lost or next((one.lost for one in self._made if one.lost is not None), None)
+        recorder = self.recorder
+        recorder.lost = recorder.lost or next((one.lost for one in self._made if one.lost is not None), None)
         try:
-            if ledger.lost is not None and ledger.lost[0] in self.ranks:
-                culprit, reason = ledger.lost
+            if recorder.lost is not None and recorder.lost[0] in self.ranks:
+                culprit, reason = recorder.lost
                 communicator.abort(reason, culprit)
             communicator.close()
         finally:
-            self._ledger.retire(communicator.statistics)
+            recorder.retire(communicator.statistics)
 
     def _leave_parent(self) -> None:
         parent = None if self._parent is None else self._parent()
@@ -403,7 +397,7 @@ class ProcessGroup:
         """In a forked child: the store is the parent's, too."""
         self._inherited = self.size > 1
         self._closing = threading.RLock()  # Another thread of the parent may have held it.
-        self._ledger.disown()
+        self.recorder.disown()
         leak([self._store, self._own_store])
 
 
@@ -419,4 +413,4 @@ def solo_group() -> ProcessGroup:
         >>> solo_group().size
         1
     """
-    return ProcessGroup(dist.HashStore(), 0, [0], [0], "solo", 1800.0, "solo", Ledger())
+    return ProcessGroup(dist.HashStore(), 0, [0], [0], "solo", 1800.0, "solo", Recorder())

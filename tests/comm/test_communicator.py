@@ -9,7 +9,8 @@ import torch
 from bagua.comm import Communicator, Membership, Place
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.pipeline import CallPipeline
-from bagua.comm.records.statistics import HISTORY_LENGTH, Statistics, merge
+from bagua.comm.records.recorder import HISTORY_LENGTH, Statistics
+from bagua.comm.records.statistics import merge
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.errors import (

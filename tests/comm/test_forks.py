@@ -88,7 +88,7 @@ def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
 
 def test_a_group_that_another_thread_closes_keeps_no_lock_in_a_child() -> None:
     group = solo_group()
-    locks = [group._closing, group._ledger.guard, group.recorder._writing]
+    locks = [group._closing, group.recorder._writing]
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -13,7 +13,7 @@ import bagua.torch_api
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import NON_MEMBER, NonMember, ProcessGroup, functional
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.adoption import as_group
 from bagua.errors import (
     CollectiveMismatchError,
@@ -395,5 +395,5 @@ def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(mon
     monkeypatch.setattr("bagua.comm.group.create_transport", lost)
     for ranks, peers in (([0, 1], (0,)), ([4, 5], ())):
         with pytest.raises(PeerLostError, match=f"rank {ranks[1]} lost the store .*the set-up of pair") as caught:
-            ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Ledger())
+            ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Recorder())
         assert caught.value.peers == peers

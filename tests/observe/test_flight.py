@@ -19,7 +19,7 @@ import torch
 import bagua.comm
 import bagua.torch_api
 from bagua.comm import Place, Recorder
-from bagua.comm.records.statistics import Statistics
+from bagua.comm.records.recorder import Statistics
 from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
 from bagua.observe.flight import PREFIX, FlightRecord

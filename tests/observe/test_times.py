@@ -11,10 +11,9 @@ import torch
 
 import bagua.comm
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
-from bagua.comm.records import statistics as records
-from bagua.comm.records.ledger import Ledger
-from bagua.comm.records.recorder import LATEST_LENGTH
-from bagua.comm.records.statistics import KindStatistics, Statistics
+from bagua.comm.records import recorder as records
+from bagua.comm.records.recorder import LATEST_LENGTH, Statistics
+from bagua.comm.records.statistics import KindStatistics
 from bagua.engine.schedule.lanes import ThreadExecutor
 from bagua.errors import CommunicationError
 
@@ -180,26 +179,25 @@ def test_a_call_that_ends_while_its_communicator_is_closed_is_counted(clock, sta
 
 
 def test_the_totals_count_a_call_that_ends_after_its_communicator_was_closed(clock):
-    ledger = Ledger(recorder=Recorder(clock))
+    recorder = Recorder(clock)
     place = Place("world", "threads", 0, (0, 1, 2))
-    closed = [Statistics(place, ledger.recorder) for _ in range(LATEST_LENGTH + 2)]
-    ledger.open += closed
+    closed = [Statistics(place, recorder) for _ in range(LATEST_LENGTH + 2)]
     for number, statistics in enumerate(closed):
         record = statistics.begin(call(1), clock())
-        ledger.retire(statistics)
+        recorder.retire(statistics)
         statistics.add(record.call, 1.0)
-        assert ledger.totals()[record.call.kind].calls == number + 1
-    assert len(ledger.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"
+        assert recorder.totals()[record.call.kind].calls == number + 1
+    assert len(recorder._books.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"
 
 
 def test_totals_that_are_read_while_a_call_is_counted_have_all_of_it_or_nothing(statistics, monkeypatch):
-    sent, readings = records._sent_by, []
+    sent, readings = records.sent_by, []
 
     def asking(*arguments):
         readings.append(statistics.snapshot())
         return sent(*arguments)
 
-    monkeypatch.setattr(records, "_sent_by", asking)
+    monkeypatch.setattr(records, "sent_by", asking)
     message = Call("send", 0, torch.float32, 5, root=1)
     for count in (1, 2):
         statistics.add(message, 1.0)

@@ -320,7 +320,7 @@ def test_a_finalizer_takes_no_lock(thread_ranks):
         loop.train(2)
         group = loop.wrapped.reducer.group
         parent = bagua.comm.get_default_group()
-        with _closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0].pipeline.in_use:
+        with _closer._guard, parent._closing, group._closing, group.recorder._writing, group._made[0].pipeline.in_use:
             reducer = weakref.ref(loop.wrapped.reducer)
             del loop
             collect(reducer)

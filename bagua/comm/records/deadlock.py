@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 from bagua.comm.call import POINT_TO_POINT
 from bagua.comm.lifetime.background import bounded
 from bagua.comm.long_wait import Activity
-from bagua.comm.records.recorder import CallRecord, Counters, Recorder
+from bagua.comm.records.recorder import CallRecord, Recorder, Statistics
 from bagua.comm.store.keys import behind_token, bottom_of, read_present
 from bagua.errors import CollectiveMismatchError
 
@@ -136,7 +136,7 @@ class Deadlocks:
         recorder = self._recorder
         if not recorder.job:
             return None
-        waits, begun, made = list[tuple[Counters, CallRecord]](), dict[str, int](), list[CallRecord]()
+        waits, begun, made = list[tuple[Statistics, CallRecord]](), dict[str, int](), list[CallRecord]()
         for entry in recorder.open:
             if not entry.aside:
                 records = list(entry.recent)
@@ -150,7 +150,7 @@ class Deadlocks:
             max(one.number for one in made), tuple(self._wait(entry, one) for entry, one in waits), begun
         )
 
-    def _wait(self, entry: Counters, record: CallRecord) -> Wait:
+    def _wait(self, entry: Statistics, record: CallRecord) -> Wait:
         call, ranks = record.call, entry.place.ranks
         activity = str(self._activity) if entry.place.label == self._label else ""
         text = ", ".join(part for part in (str(call), f"on {entry.place.label}", activity and f"in {activity}") if part)
@@ -215,13 +215,13 @@ def _state(report: Report) -> tuple[int, int]:
     return report.number, len(report.waits)
 
 
-def _begun(entry: Counters, records: Sequence[CallRecord]) -> dict[str, int]:
+def _begun(entry: Statistics, records: Sequence[CallRecord]) -> dict[str, int]:
     """How many collectives were begun on a communicator; empty if its latest calls do not tell."""
     numbers = [one.call.sequence for one in records if one.call.kind not in POINT_TO_POINT]
     return {_where(entry): numbers[-1] if numbers else 0} if numbers or not records else {}
 
 
-def _where(entry: Counters) -> str:
+def _where(entry: Statistics) -> str:
     return f"{entry.place.label} {list(entry.place.ranks)}"
 
 

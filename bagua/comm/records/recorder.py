@@ -17,12 +17,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from bagua.comm.call import Call
+from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.records.statistics import EVEN, KindStatistics, merge, sent_by, sent_evenly
 from bagua.comm.store.beats import Beats
 
 T = TypeVar("T")
 #: How many of the communicators that were closed may still count a call.
 LATEST_LENGTH = 16
+#: Calls remembered of each communicator, and how many of them the message of a failure shows.
+RECORDS_LENGTH = 64
+HISTORY_LENGTH = 16
+#: Who comes last is late if it is waited for so large a part of the time from the end of one call to that of the next.
+LATE_SHARE = 0.02
+_NOTHING = (0, 0.0, 0, 0)
 
 
 class Place(NamedTuple):
@@ -104,42 +111,146 @@ class CallTimes(NamedTuple):
         return CallTimes._make(map(operator.add, self, other))
 
 
-class Counters(Protocol):
-    """What one communicator did; see ``Statistics``."""
+class Statistics:
+    """What one communicator did. Written by one thread at a time, read by any.
 
-    @property
-    def place(self) -> Place:
-        """Communicator and rank that make the calls."""
+    Args:
+        place: communicator and rank that make the calls.
+        recorder: record of the calls of the rank; None for one of its own.
+
+    Attributes:
+        recent: the last calls, oldest first.
+        times: seconds that its calls took.
+        waits: seconds that this rank has waited for each other one that came last, by global rank.
+        lasts: how often each of them came last, and late; those that come together share a call.
+        gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
+        aside: True if no thread that computes stands still for its calls, so that nobody is late for them.
+    """
+
+    __slots__ = ("_busy_until", "_sums", "_totals", "aside", "gauges", "lasts", "place", "recent", "recorder", "waits")
+
+    def __init__(self, place: Place, recorder: Recorder | None = None) -> None:
+        #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
+        #: Threads read all at once.
+        self._totals: dict[str, tuple[int, float, int, int]] = {}
+        self._busy_until = 0.0
+        self.place = place
+        self.recorder = recorder or Recorder()
+        self.recent: deque[CallRecord] = deque(maxlen=RECORDS_LENGTH)
+        #: Fields of ``times``. One plain value: threads read all at once, and each call makes one.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0)
+        self.waits: dict[int, float] = {}
+        self.lasts: dict[int, float] = {}
+        self.gauges: dict[str, float] = {}
+        self.aside = False
+        self.recorder.add(self)
 
     @property
     def times(self) -> CallTimes:
         """Seconds that its calls took."""
+        return CallTimes(*self._sums)
 
-    waits: dict[int, float]
-    lasts: dict[int, float]
-    recent: deque[CallRecord]
-    gauges: dict[str, float]
-    aside: bool
+    def begin(self, call: Call, now: float) -> CallRecord:
+        """A call is made."""
+        recorder = self.recorder
+        record = CallRecord(call, self.place, next(recorder.numbers), now)
+        if here.background:
+            record.blocked_s = recorder.blocked_s(now)
+        self.recent.append(record)
+        return record
+
+    def end(self, record: CallRecord, ended: float, blocked_s: float) -> None:
+        """Its result is there.
+
+        Args:
+            record: record of the call.
+            ended: since when, by the clock of the recorder.
+            blocked_s: for how long the thread that made it has stood still for it.
+        """
+        recorder = self.recorder
+        record.ended, record.state = ended, "completed"
+        if self.aside:
+            record.waited_s, record.waited_for = 0.0, ()
+        time_s, exposed_s, waiting_s, of_collectives_s, calls = self._sums
+        before = self._busy_until
+        # In each call: a builtin takes twice as long as a comparison.
+        begun = record.begun if record.begun > before else before  # noqa: FURB136
+        if ended > begun:
+            self._busy_until = ended
+            took = ended - begun
+            if record.blocked_s is not None:  # A background thread stands still for it, which does no harm.
+                blocked_s = recorder.blocked_s(ended) - record.blocked_s
+            waited = record.waited_s
+            if waited:  # Not all calls wait, and each comes here.
+                waited = min(waited, took)
+                waiting_s += waited
+            together = took - waited
+            exposed_s += blocked_s if blocked_s < together else together  # noqa: FURB136
+            time_s += took
+            if record.call.kind not in POINT_TO_POINT and not self.aside:
+                of_collectives_s += took
+        self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
+        if record.waited_for:
+            self._blame(record, record.waited_s > LATE_SHARE * (ended - before))
+        if recorder.trace is not None:
+            recorder.trace.call(record)
+        if ended >= recorder.beat_at:
+            recorder.beat()
+
+    def _blame(self, record: CallRecord, late: bool) -> None:
+        share = 1.0 / len(record.waited_for)
+        for rank in record.waited_for:
+            self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s * share
+            if late:
+                self.lasts[rank] = self.lasts.get(rank, 0.0) + share
+
+    def add(self, call: Call, seconds: float) -> None:
+        """Count one completed call."""
+        kind = call[0]
+        calls, before, volume, sent = self._totals.get(kind, _NOTHING)
+        if kind in EVEN:
+            volume += call[3] * call[2].itemsize
+        else:
+            volume += call.nbytes
+            sent += sent_by(call, self.place.rank, len(self.place.ranks))
+        self._totals[kind] = (calls + 1, before + seconds, volume, sent)
+
+    def snapshot(self) -> dict[str, KindStatistics]:
+        """Totals by kind."""
+        return {
+            kind: KindStatistics(
+                calls,
+                volume,
+                sent_evenly(kind, volume, len(self.place.ranks)) if kind in EVEN else sent,
+                seconds,
+            )
+            for kind, (calls, seconds, volume, sent) in list(self._totals.items())
+        }
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent."""
+        """Bytes that this rank sent in calls of all kinds; see ``KindStatistics``."""
+        return sum(entry.sent_bytes for entry in self.snapshot().values())
+
+    def history(self) -> tuple[str, ...]:
+        """The last calls, oldest first."""
+        return tuple(str(record.call) for record in list(self.recent)[-HISTORY_LENGTH:])
 
 
 class Sums(NamedTuple):
-    """What several communicators did together; the fields are those of ``Counters``."""
+    """What several communicators did together; the fields are those of ``Statistics``, ``kinds`` its snapshot."""
 
     times: CallTimes
     waits: dict[int, float]
     lasts: dict[int, float]
-    sent_bytes: int
+    kinds: dict[str, KindStatistics]
 
-    def plus(self, entry: Counters) -> Sums:
+    def plus(self, entry: Statistics) -> Sums:
         """The sums with those of ``entry``."""
         return Sums(
             self.times.plus(entry.times),
             _added(self.waits, entry.waits),
             _added(self.lasts, entry.lasts),
-            self.sent_bytes + entry.sent_bytes(),
+            merge([self.kinds, entry.snapshot()]),
         )
 
 
@@ -152,11 +263,11 @@ class Books(NamedTuple):
         earlier: sums of all that were closed before these.
     """
 
-    open: tuple[Counters, ...]
-    latest: tuple[Counters, ...]
+    open: tuple[Statistics, ...]
+    latest: tuple[Statistics, ...]
     earlier: Sums
 
-    def counted(self) -> tuple[Counters, ...]:
+    def counted(self) -> tuple[Statistics, ...]:
         """Those whose sums are not among the earlier ones."""
         return (*self.latest, *self.open)
 
@@ -180,6 +291,7 @@ class Recorder:
     Attributes:
         clock: gives seconds, from any start.
         job: name of what all ranks have begun together; empty for a record of its own.
+        lost: global rank of the first peer that was lost, and what it did; None if none was.
         trace: takes every call; None while no trace is wanted.
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by the thread that ends a call; returns quickly and raises nothing.
@@ -192,13 +304,14 @@ class Recorder:
         self.clock = clock
         self.began = clock()
         self.job = ""
+        self.lost: tuple[int, str] | None = None
         self.trace: TraceSink | None = None
         self.beat_at = float("inf")
         self.beat: Callable[[], None] = lambda: None
         self.numbers = itertools.count()
         self.beside: set[int] = set()
         self.thread = threading.get_ident()
-        self._books = Books((), (), Sums(CallTimes(), {}, {}, 0))
+        self._books = Books((), (), Sums(CallTimes(), {}, {}, {}))
         self._writing = threading.RLock()
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
         #: threads read both at once.
@@ -233,16 +346,16 @@ class Recorder:
     # Sums.
 
     @property
-    def open(self) -> tuple[Counters, ...]:
-        """Counters of the communicators that are open."""
+    def open(self) -> tuple[Statistics, ...]:
+        """Statistics of the communicators that are open."""
         return self._books.open
 
-    def add(self, entry: Counters) -> None:
+    def add(self, entry: Statistics) -> None:
         """A communicator was made."""
         with self._writing:
             self._books = self._books._replace(open=(*self._books.open, entry))
 
-    def retire(self, entry: Counters) -> None:
+    def retire(self, entry: Statistics) -> None:
         """Keep the sums of a communicator that was closed, and forget the rest."""
         with self._writing:
             books = self._books
@@ -271,10 +384,14 @@ class Recorder:
         books = self._books
         return _added(books.earlier.lasts, *(entry.lasts for entry in books.counted()))
 
+    def totals(self) -> dict[str, KindStatistics]:
+        """Sums over all communicators, by kind of call."""
+        books = self._books
+        return merge([books.earlier.kinds, *(entry.snapshot() for entry in books.counted())])
+
     def sent_bytes(self) -> int:
         """Bytes that this rank sent on all communicators."""
-        books = self._books
-        return books.earlier.sent_bytes + sum(entry.sent_bytes() for entry in books.counted())
+        return sum(kind.sent_bytes for kind in self.totals().values())
 
     @property
     def gauges(self) -> dict[str, float]:

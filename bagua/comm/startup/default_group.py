@@ -21,7 +21,6 @@ from bagua.comm.lifetime.closing import run_all, uncaught_error
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import observers
 from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.startup.choice import unwrapped
@@ -42,7 +41,6 @@ class World:
     """What ``init_process_group`` made on one rank, and what must end with it."""
 
     group: ProcessGroup
-    ledger: Ledger
     owns_torch: bool
     process: int = field(default_factory=os.getpid)
     adopted: list[ProcessGroup] = field(default_factory=list)
@@ -56,7 +54,7 @@ class World:
         Raises:
             Exception: the first error of one of them, after all were ended.
         """
-        observers.ended(self.ledger.recorder)
+        observers.ended(self.group.recorder)
         run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
 
     def abort(self, error: BaseException | None) -> None:
@@ -237,7 +235,7 @@ def from_torch_group(
         backend,
         timeout_s,
         f"torch_group{number}",
-        world.ledger,
+        world.group.recorder,
     )
     world.adopted.append(made)
     return made
@@ -330,4 +328,4 @@ def stats() -> dict[str, KindStatistics]:
     Raises:
         NotInitializedError: without ``init_process_group``.
     """
-    return _world().ledger.totals()
+    return _world().group.recorder.totals()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.group import ProcessGroup
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals
@@ -164,7 +164,7 @@ def connect_first(
     ranks: Sequence[int],
     planned: StartupPlan,
     timeout_s: float,
-    ledger: Ledger,
+    recorder: Recorder,
     label: str = "world",
 ) -> ProcessGroup:
     """The group on the first backend that all of its members can use.
@@ -178,15 +178,15 @@ def connect_first(
         ranks: global rank of each member.
         planned: hosts of the members, and the backends to try, as ``plan`` found them.
         timeout_s: default deadline of every call, in seconds.
-        ledger: counters of this rank.
+        recorder: record of the calls of this rank.
         label: name of the group in messages.
     """
     refused = ""
-    nodes, choices, ledger.recorder.job = planned
+    nodes, choices, recorder.job = planned
     for number, (backend, reason) in enumerate(choices):
         members = dist.PrefixStore(f"world{number}", store)
         try:
-            group = ProcessGroup(members, rank, ranks, nodes, backend, timeout_s, label, ledger)
+            group = ProcessGroup(members, rank, ranks, nodes, backend, timeout_s, label, recorder)
         except TransportUnavailableError as error:
             if number == len(choices) - 1 or error.agreed != tuple(ranks):
                 raise

@@ -16,8 +16,7 @@ from bagua import env
 from bagua.checks import check_kind
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.ledger import Ledger
-from bagua.comm.records.recorder import Place, observers
+from bagua.comm.records.recorder import Place, Recorder, observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
@@ -124,14 +123,13 @@ def init_process_group(
     owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)
     if owns_torch:
         _init_torch(store, rank, planned.nodes, backend, timeout_s)
-    ledger = Ledger()
     try:
-        group = connect_first(store, rank, ranks, planned, timeout_s, ledger)
+        group = connect_first(store, rank, ranks, planned, timeout_s, Recorder())
     except BaseException:
         if owns_torch:
             dist.destroy_process_group()
         raise
-    holder.put(World(group, ledger, owns_torch), group.backend)
+    holder.put(World(group, owns_torch), group.backend)
     _tell_observers(group, store)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.transports.registry import register_transport
 
@@ -107,4 +107,4 @@ def rehearsal_group(host_sizes: Sequence[int]) -> ProcessGroup:
     register_transport(_NAME, RehearsalTransport)
     nodes = [host for host, size in enumerate(host_sizes) for _ in range(size)]
     ranks = range(len(nodes))
-    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, _TIMEOUT_S, _NAME, Ledger())
+    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, _TIMEOUT_S, _NAME, Recorder())

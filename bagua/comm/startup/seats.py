@@ -10,7 +10,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from bagua.comm.group import ProcessGroup
 from bagua.comm.pieces.phase_deadline import PhaseDeadline
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.formation import new_job
 from bagua.comm.store.asking import gather_values
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
@@ -55,12 +55,12 @@ def group_of_seats(
         >>> group.ranks
         (7,)
     """
-    members, place, ledger = PrefixStore(name, store), list(seats).index(own), Ledger()
+    members, place, recorder = PrefixStore(name, store), list(seats).index(own), Recorder()
     try:
-        ledger.recorder.job = members.compare_set("job", "", new_job()).decode()
+        recorder.job = members.compare_set("job", "", new_job()).decode()
         _meet(members, place, seats, meet_s, look)
         with _timed(connecting or PhaseDeadline(meet_s)) as limit_s:
-            group = ProcessGroup(members, place, seats, range(len(seats)), backend, limit_s, name, ledger)
+            group = ProcessGroup(members, place, seats, range(len(seats)), backend, limit_s, name, recorder)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
     group.timeout_s = timeout_s

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.futures import CallFuture
@@ -93,7 +93,7 @@ def create_torch_group(
     own, of_nccl = _split_options(options)
     configure_log()
     planned = plan(part, rank, everyone, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
-    members = connect_first(part, rank, everyone, planned, timeout_s, Ledger(), f"torch/{name}")
+    members = connect_first(part, rank, everyone, planned, timeout_s, Recorder(), f"torch/{name}")
     stand_in = CpuStandIn(
         dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s), len(set(planned.nodes))
     )
