@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +22,7 @@ class CodecReducer(SumReducer):
 
     Attributes:
         sends_sums: compresses sums as well.
+        of_senders: takes of each element the mean over those ranks that sent it, times the number of ranks.
 
     Raises:
         ConfigurationError: ``codec`` is none.
@@ -31,6 +31,7 @@ class CodecReducer(SumReducer):
     codec: Codec
 
     sends_sums: ClassVar[bool] = False
+    of_senders: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
@@ -46,6 +47,21 @@ class CodecReducer(SumReducer):
         for sent in (dtype, summing_dtype(dtype)) if self.sends_sums else (dtype,):
             for numel in (0, 2**40):
                 self.codec.compressed_bytes(Metadata(numel, sent))
+
+    def _add_up(self, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory) -> None:
+        """Make ``total`` of the compressed tensors in ``rows``, in their order."""
+        if not self.of_senders:
+            for source, row in enumerate(rows):
+                self.codec.decompress(row, metadata, out=total, add=source > 0)
+            return
+        counts, decoded = (memory.buffer(name, total.numel(), total.dtype) for name in ("counts", "decoded"))
+        total.zero_()
+        counts.zero_()
+        for row in rows:
+            self.codec.decompress(row, metadata, out=decoded)
+            total.add_(decoded)
+            counts.add_(decoded != 0)
+        total.div_(counts.clamp_(min=1)).mul_(len(rows))
 
 
 @dataclass(frozen=True)
@@ -75,11 +91,23 @@ class AllGatherReducer(CodecReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
-        _by_gathering(self.codec, sum_of_rows, flat, communicator, memory, remainder)
+        metadata, exact = Metadata.of(flat), summing_dtype(flat.dtype)
+        nbytes = self.codec.compressed_bytes(metadata)
+        drawn = self.codec.for_draw(communicator.rank, memory.step)
+        sent = drawn.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
+        received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
+        communicator.allgather(received, sent)
+        rows = received.view(communicator.size, nbytes)
+        if remainder is not None:
+            torch.sub(flat, self.codec.decompress(rows[communicator.rank], metadata, out=remainder), out=remainder)
+        total = flat if exact == flat.dtype else memory.buffer("total", flat.numel(), exact)
+        self._add_up(rows, metadata, total, memory)
+        if total is not flat:
+            flat.copy_(total)
 
 
 @dataclass(frozen=True)
-class ContributorsReducer(CodecReducer):
+class ContributorsReducer(AllGatherReducer):
     """As ``AllGatherReducer``, but of each element the mean over those ranks that sent it, times the number of ranks.
 
     ``n sum_i D(Q(x_i)) / max(number of ranks whose D(Q(x_i)) is not zero, 1)``: what one rank of ``n`` sends counts
@@ -99,15 +127,7 @@ class ContributorsReducer(CodecReducer):
     Source: the repository of CCLoco.
     """
 
-    def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
-    ) -> None:
-        """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
-        _by_gathering(self.codec, mean_of_senders, flat, communicator, memory, remainder)
+    of_senders: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -142,25 +162,42 @@ class ScatterGatherReducer(CodecReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``. What the sum of a slice loses remains on the rank that added it up."""
-        _by_ranges(self.codec, sum_of_rows, flat, communicator, memory, remainder)
+        size, rank = communicator.size, communicator.rank
+        # Who sends an element alone is all who have it, so its value counts for every rank.
+        weight_of_one = 1.0 / size if self.of_senders else 1.0
+        drawn, exact = self.codec.for_draw(rank, memory.step), summing_dtype(flat.dtype)
+        shares = Shares(drawn, flat.numel(), size)
+        row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
+        sent = memory.buffer("sent", size * row_bytes, torch.uint8)
+        received = memory.buffer("received", size * row_bytes, torch.uint8)
+
+        shares.compress(flat, sent.view(size, row_bytes))
+        communicator.alltoall(received, sent)
+        own = flat[shares.slices[rank]]
+        if remainder is not None:
+            shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
+            torch.sub(flat, remainder, out=remainder)
+        # What is lost is known: the total may lie where this rank's own slice was.
+        total = own if exact == flat.dtype else memory.buffer("total", own.numel(), exact)
+        rows = received.view(size, row_bytes)[:, : self.codec.compressed_bytes(Metadata.of(own))]
+        self._add_up(rows, Metadata.of(own), total, memory)
+
+        answer = sent[:row_bytes]
+        again = drawn.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
+        again.compress(total, out=answer[: self.codec.compressed_bytes(Metadata.of(total))])
+        communicator.allgather(received, answer)
+        # This rank has to send ``weight_of_one`` again for each 1 that its answer lacks.
+        left = None if remainder is None else remainder[shares.slices[rank]].add_(total, alpha=weight_of_one)
+        shares.decompress(received.view(size, row_bytes), exact, flat)
+        if left is not None:
+            left.sub_(own, alpha=weight_of_one)
 
 
 @dataclass(frozen=True)
-class ContributorsByRange(CodecReducer):
+class ContributorsByRange(ScatterGatherReducer):
     """``ContributorsReducer``, with each rank taking the means of one range of positions."""
 
-    sends_sums: ClassVar[bool] = True
-
-    def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
-    ) -> None:
-        """See ``SumReducer.reduce``."""
-        # Who sends an element alone is all who have it, so its value counts for every rank.
-        _by_ranges(self.codec, mean_of_senders, flat, communicator, memory, remainder, 1.0 / communicator.size)
+    of_senders: ClassVar[bool] = True
 
 
 class Shares:
@@ -197,95 +234,3 @@ class Shares:
         for part, row in zip(self.slices, rows, strict=True):
             metadata = Metadata(part.stop - part.start, dtype)
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
-
-
-#: Makes a total of rows of compressed tensors: codec, rows, what a row holds, the total, buffers.
-AddUp = Callable[[Codec, torch.Tensor, Metadata, torch.Tensor, ReducerMemory], None]
-
-
-def sum_of_rows(
-    codec: Codec, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory
-) -> None:
-    """Make ``total`` the sum, in the order of the rows."""
-    del memory
-    for source, row in enumerate(rows):
-        codec.decompress(row, metadata, out=total, add=source > 0)
-
-
-def mean_of_senders(
-    codec: Codec, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory
-) -> None:
-    """Make ``total`` of each element the mean of those that are not zero, times the number of rows."""
-    counts, decoded = (memory.buffer(name, total.numel(), total.dtype) for name in ("counts", "decoded"))
-    total.zero_()
-    counts.zero_()
-    for row in rows:
-        codec.decompress(row, metadata, out=decoded)
-        total.add_(decoded)
-        counts.add_(decoded != 0)
-    total.div_(counts.clamp_(min=1)).mul_(len(rows))
-
-
-def _by_gathering(
-    codec: Codec,
-    add_up: AddUp,
-    flat: torch.Tensor,
-    communicator: Communicator,
-    memory: ReducerMemory,
-    remainder: torch.Tensor | None,
-) -> None:
-    """Everyone receives what all send, and adds it up."""
-    metadata, exact = Metadata.of(flat), summing_dtype(flat.dtype)
-    nbytes = codec.compressed_bytes(metadata)
-    drawn = codec.for_draw(communicator.rank, memory.step)
-    sent = drawn.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
-    received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
-    communicator.allgather(received, sent)
-    rows = received.view(communicator.size, nbytes)
-    if remainder is not None:
-        torch.sub(flat, codec.decompress(rows[communicator.rank], metadata, out=remainder), out=remainder)
-    total = flat if exact == flat.dtype else memory.buffer("total", flat.numel(), exact)
-    add_up(codec, rows, metadata, total, memory)
-    if total is not flat:
-        flat.copy_(total)
-
-
-def _by_ranges(
-    codec: Codec,
-    add_up: AddUp,
-    flat: torch.Tensor,
-    communicator: Communicator,
-    memory: ReducerMemory,
-    remainder: torch.Tensor | None,
-    weight_of_one: float = 1.0,
-) -> None:
-    """Everyone adds up one slice of what all have, and receives the compressed totals.
-
-    A rank has to send ``weight_of_one`` again for each 1 that its answer lacks.
-    """
-    size, rank = communicator.size, communicator.rank
-    drawn, exact = codec.for_draw(rank, memory.step), summing_dtype(flat.dtype)
-    shares = Shares(drawn, flat.numel(), size)
-    row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
-    sent = memory.buffer("sent", size * row_bytes, torch.uint8)
-    received = memory.buffer("received", size * row_bytes, torch.uint8)
-
-    shares.compress(flat, sent.view(size, row_bytes))
-    communicator.alltoall(received, sent)
-    own = flat[shares.slices[rank]]
-    if remainder is not None:
-        shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
-        torch.sub(flat, remainder, out=remainder)
-    # What is lost is known: the total may lie where this rank's own slice was.
-    total = own if exact == flat.dtype else memory.buffer("total", own.numel(), exact)
-    rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
-    add_up(codec, rows, Metadata.of(own), total, memory)
-
-    answer = sent[:row_bytes]
-    again = drawn.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
-    again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
-    communicator.allgather(received, answer)
-    left = None if remainder is None else remainder[shares.slices[rank]].add_(total, alpha=weight_of_one)
-    shares.decompress(received.view(size, row_bytes), exact, flat)
-    if left is not None:
-        left.sub_(own, alpha=weight_of_one)
