@@ -17,109 +17,61 @@ from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.tuples import Promise as Promise
 from bagua.algorithms.exchanges.tuples import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
-from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.gradients.gradient_allreduce import *
 from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.late import late
 
 if TYPE_CHECKING:
-    from bagua.algorithms.async_model_average import (
-        AsyncModelAverageAlgorithm,
-        AsyncModelAverageAlgorithmImpl,
-    )
-    from bagua.algorithms.exchanges.gossip import DifferenceMix, Mix
-    from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
-    from bagua.algorithms.gradients.dion import DionAlgorithm, DionAlgorithmImpl
-    from bagua.algorithms.gradients.loco import LoCoAlgorithm, LoCoAlgorithmImpl
-    from bagua.algorithms.gradients.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
-    from bagua.algorithms.gradients.one_bit_lamb import OneBitLambAlgorithm, OneBitLambAlgorithmImpl
-    from bagua.algorithms.gradients.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-    from bagua.algorithms.gradients.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
-    from bagua.algorithms.gradients.scatter_gather import (
-        ScatterGatherAllReduceAlgorithm,
-        ScatterGatherAllReduceAlgorithmImpl,
-    )
-    from bagua.algorithms.gradients.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
-    from bagua.algorithms.gradients.top_k import TopKAlgorithm, TopKAlgorithmImpl
-    from bagua.algorithms.local.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
-    from bagua.algorithms.local.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
-    from bagua.algorithms.local.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
-    from bagua.algorithms.local.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
-    from bagua.algorithms.neighbors.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
-    from bagua.algorithms.neighbors.low_precision_decentralized import (
-        LowPrecisionDecentralizedAlgorithm,
-        LowPrecisionDecentralizedAlgorithmImpl,
-    )
+    from bagua.algorithms.async_model_average import *
+    from bagua.algorithms.exchanges.gossip import *
+    from bagua.algorithms.gradients.bytegrad import *
+    from bagua.algorithms.gradients.dion import *
+    from bagua.algorithms.gradients.loco import *
+    from bagua.algorithms.gradients.one_bit_adam import *
+    from bagua.algorithms.gradients.one_bit_lamb import *
+    from bagua.algorithms.gradients.power_sgd import *
+    from bagua.algorithms.gradients.q_adam import *
+    from bagua.algorithms.gradients.scatter_gather import *
+    from bagua.algorithms.gradients.sign_sgd import *
+    from bagua.algorithms.gradients.top_k import *
+    from bagua.algorithms.local.diloco import *
+    from bagua.algorithms.local.local_sgd import *
+    from bagua.algorithms.local.slowmo import *
+    from bagua.algorithms.local.sparse_loco import *
+    from bagua.algorithms.neighbors.decentralized import *
+    from bagua.algorithms.neighbors.low_precision_decentralized import *
 
 __all__ = [
     "Add",
     "Algorithm",
     "AlgorithmImpl",
-    "AsyncModelAverageAlgorithm",
-    "AsyncModelAverageAlgorithmImpl",
     "BetweenIslands",
     "Blend",
     "Buffers",
     "ByHost",
-    "ByteGradAlgorithm",
-    "ByteGradAlgorithmImpl",
-    "DecentralizedAlgorithm",
-    "DecentralizedAlgorithmImpl",
-    "DiLoCoAlgorithm",
-    "DiLoCoAlgorithmImpl",
     "Difference",
-    "DifferenceMix",
-    "DionAlgorithm",
-    "DionAlgorithmImpl",
     "DistributedAlgorithm",
     "EagerStep",
     "Every",
     "Exchange",
     "Flight",
-    "GradientAllReduceAlgorithm",
-    "GradientAllReduceAlgorithmImpl",
     "Gradients",
     "How",
     "LetIn",
-    "LoCoAlgorithm",
-    "LoCoAlgorithmImpl",
-    "LocalSGDAlgorithm",
-    "LocalSGDAlgorithmImpl",
     "LocalUpdates",
-    "LowPrecisionDecentralizedAlgorithm",
-    "LowPrecisionDecentralizedAlgorithmImpl",
     "Mean",
-    "Mix",
     "Model",
-    "OneBitAdamAlgorithm",
-    "OneBitAdamAlgorithmImpl",
-    "OneBitLambAlgorithm",
-    "OneBitLambAlgorithmImpl",
     "Outer",
     "OuterStep",
     "OverIslands",
     "Parts",
-    "PowerSGDAlgorithm",
-    "PowerSGDAlgorithmImpl",
-    "QAdamAlgorithm",
-    "QAdamAlgorithmImpl",
     "ReducedGradients",
     "Registry",
     "Replace",
-    "ScatterGatherAllReduceAlgorithm",
-    "ScatterGatherAllReduceAlgorithmImpl",
-    "SignSGDAlgorithm",
-    "SignSGDAlgorithmImpl",
-    "SlowMoAlgorithm",
-    "SlowMoAlgorithmImpl",
-    "SlowStep",
-    "SparseLoCoAlgorithm",
-    "SparseLoCoAlgorithmImpl",
     "Sum",
     "Then",
-    "TopKAlgorithm",
-    "TopKAlgorithmImpl",
     "Weights",
     "What",
     "around",
@@ -154,4 +106,5 @@ _places = dict.fromkeys(("DifferenceMix", "Mix"), f"{__name__}.exchanges.gossip"
 for _name, (_place, _stem, *_others) in _ALGORITHMS.items():
     registry.register(_name, f"{__name__}.{_place}:{_stem}Algorithm")
     _places |= dict.fromkeys((f"{_stem}Algorithm", f"{_stem}AlgorithmImpl", *_others), f"{__name__}.{_place}")
+__all__ += list(_places)
 __getattr__, __dir__ = late(__name__, _places)

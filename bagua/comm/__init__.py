@@ -8,47 +8,17 @@ project that communicates through ``torch.distributed``.
 
 from typing import TYPE_CHECKING
 
+from bagua.comm import functional
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.functional import (
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_coalesced,
-    alltoall,
-    alltoall_v,
-    barrier,
-    broadcast,
-    broadcast_coalesced,
-    broadcast_object,
-    gather,
-    gather_object,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    scatter_object,
-    send,
-    sendrecv,
-)
+from bagua.comm.functional import *
 from bagua.comm.group import ProcessGroup, solo_group
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.reduction import ReduceOp
+from bagua.comm.startup import default_group
 from bagua.comm.startup.adoption import Group
-from bagua.comm.startup.default_group import (
-    destroy_process_group,
-    from_torch_group,
-    get_default_group,
-    get_local_rank,
-    get_local_size,
-    get_node_rank,
-    get_rank,
-    get_world_size,
-    is_initialized,
-    new_group,
-    stats,
-)
+from bagua.comm.startup.default_group import *
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.torch_backend.creation import create_torch_group
 from bagua.comm.torch_backend.starter import TorchBackendOptions
@@ -177,41 +147,14 @@ __all__ = [
     "TorchBackendOptions",
     "Transport",
     "Work",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_v",
-    "barrier",
-    "broadcast",
-    "broadcast_coalesced",
-    "broadcast_object",
     "create_torch_group",
-    "destroy_process_group",
-    "from_torch_group",
-    "gather",
-    "gather_object",
-    "get_default_group",
-    "get_local_rank",
-    "get_local_size",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
     "init_process_group",
-    "is_initialized",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
     "register_transport",
-    "scatter",
-    "scatter_object",
-    "send",
-    "sendrecv",
     "solo_group",
-    "stats",
 ]
+
+__all__ += list(functional.FUNCTIONS)
+__all__ += default_group.__all__
 
 #: It warns whatever is asked of it, so it is not among what tools look through.
 __getattr__ = late(__name__, {"reduce_op": "torch.distributed"})[0]

@@ -53,5 +53,7 @@ def _make(name: str) -> None:
 
 
 # ``functional.pyi`` tells type checkers of them.
-for _name in (*KINDS, *_COMPOSED, *_OF_OBJECTS):
+FUNCTIONS = (*KINDS, *_COMPOSED, *_OF_OBJECTS)
+__all__ = list(FUNCTIONS)
+for _name in FUNCTIONS:
     _make(_name)

@@ -10,6 +10,8 @@ from bagua.comm.reduction import ReduceOp
 from bagua.comm.startup.adoption import Group
 from bagua.comm.work import Work
 
+FUNCTIONS: tuple[str, ...]
+
 def allreduce(
     tensor: torch.Tensor,
     op: ReduceOp.RedOpType = ...,

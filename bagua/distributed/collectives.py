@@ -28,6 +28,25 @@ from bagua.comm import (
 )
 from bagua.distributed.places import as_in_torch, rank_inside, refuse
 
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
 #: The type of operations that are names only.
 _NAMED = type(ReduceOp.SUM)
 

@@ -28,6 +28,23 @@ from bagua.comm import (
 from bagua.distributed.places import refuse
 from bagua.errors import ConfigurationError, InvalidRankError
 
+__all__ = [
+    "GroupMember",
+    "destroy_process_group",
+    "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
 _NO_OPTIONS = "These are options of torch's backends; bagua.comm has its own arguments."
 
 

@@ -12,6 +12,13 @@ from bagua.comm import Group, communicator_of
 from bagua.distributed.places import rank_inside
 from bagua.errors import ConfigurationError
 
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+]
+
 
 def all_gather_object(
     object_list: list[Any], obj: Any, group: Group | None = None, *, allow_pickle: bool = False

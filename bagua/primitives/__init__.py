@@ -14,40 +14,21 @@ from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.reducers import ErrorFeedback, SumReducer
 
 if TYPE_CHECKING:
-    from bagua.primitives.codec_reducers import AllGatherReducer, ContributorsReducer, ScatterGatherReducer
-    from bagua.primitives.decentralized import (
-        DifferenceExchange,
-        hierarchical_neighbour_average,
-        is_global_mean,
-        neighbour_average,
-    )
-    from bagua.primitives.dion import DionReducer
-    from bagua.primitives.feedback import EF21, AveragedFeedback, MomentumCorrection
-    from bagua.primitives.power_sgd import PowerSGDReducer
-    from bagua.primitives.power_sgd import orthonormal as orthonormal
-    from bagua.primitives.sparse import SparseReducer
+    from bagua.primitives.codec_reducers import *
+    from bagua.primitives.decentralized import *
+    from bagua.primitives.dion import *
+    from bagua.primitives.feedback import *
+    from bagua.primitives.power_sgd import *
+    from bagua.primitives.sparse import *
 
 __all__ = [
-    "EF21",
-    "AllGatherReducer",
-    "AveragedFeedback",
-    "ContributorsReducer",
-    "DifferenceExchange",
-    "DionReducer",
     "ErrorFeedback",
     "MatrixBlock",
-    "MomentumCorrection",
-    "PowerSGDReducer",
     "ReducerMemory",
-    "ScatterGatherReducer",
-    "SparseReducer",
     "State",
     "SumReducer",
     "allreduce_sum",
-    "hierarchical_neighbour_average",
     "hierarchical_sum",
-    "is_global_mean",
-    "neighbour_average",
     "on_leaders",
     "reducer_sum",
     "scatter_gather_sum",
@@ -59,7 +40,9 @@ _LATE = {
     "decentralized": ("DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"),
     "dion": ("DionReducer",),
     "feedback": ("EF21", "AveragedFeedback", "MomentumCorrection"),
-    "power_sgd": ("PowerSGDReducer", "orthonormal"),
+    "power_sgd": ("PowerSGDReducer",),
     "sparse": ("SparseReducer",),
 }
-__getattr__, __dir__ = late(__name__, {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names})
+_places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}
+__all__ += list(_places)
+__getattr__, __dir__ = late(__name__, {**_places, "orthonormal": f"{__name__}.power_sgd"})

@@ -63,6 +63,7 @@ __all__ = [
     "stats",
 ]
 
-#: Names of types in the documentation.
+#: Names of types in the documentation, which are here only.
+TYPES = ("BaguaProcessGroup", "BaguaSingleCommunicatorPy")
 BaguaProcessGroup = ProcessGroup
 BaguaSingleCommunicatorPy = Communicator

@@ -30,7 +30,7 @@ def home_of(value: object) -> str:
     """The documented path of a public object."""
     for home in HOMES:
         module = importlib.import_module(home)
-        for name in module.__all__:
+        for name in sorted(module.__all__):
             if getattr(module, name) is value:
                 return f"{home}.{name}"
     raise ExtensionError(f"{value!r} has no home in {', '.join(HOMES)}; explain it there")
@@ -52,7 +52,7 @@ class FacadeIndex(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = importlib.import_module(self.arguments[0])
-        rows = [table_row(module, name) for name in module.__all__]
+        rows = [table_row(module, name) for name in sorted(module.__all__)]
         return self.parse_text_to_nodes("\n".join(["| name | what it is |", "|---|---|", *rows]))
 
 

@@ -11,6 +11,8 @@ from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags
 
+__all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
+
 
 @dataclass(frozen=True)
 class GradientAllReduceAlgorithm(ByHost):
