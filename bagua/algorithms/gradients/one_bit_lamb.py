@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.gradients.q_adam import FrozenAdam
-from bagua.compression import Sign
+from bagua.algorithms.gradients.one_bit_adam import OneBitAdamAlgorithm
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
-from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 
 
 @dataclass(frozen=True)
-class OneBitLambAlgorithm(FrozenAdam):
+class OneBitLambAlgorithm(OneBitAdamAlgorithm):
     """LAMB with exact mean gradients during a warm-up, and with one bit for each element of the momenta after it.
 
     As ``OneBitAdamAlgorithm``, with the momentum of each tensor multiplied by a number first that makes the root mean
@@ -41,15 +36,7 @@ class OneBitLambAlgorithm(FrozenAdam):
     Speed", 2021.
     """
 
-    block_numel: int = 64
-
-    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = OneBitLambOptimizer
-    owner_class: ClassVar[type[QAdamOptimizer]] = OneBitLambOptimizer
-
-    @property
-    def reducer(self) -> SumReducer:
-        """Scatter and gather of signs with error feedback."""
-        return ErrorFeedback(ScatterGatherReducer(Sign(self.block_numel)))
+    optimizer_class: ClassVar[type[QAdamOptimizer]] = OneBitLambOptimizer
 
 
 OneBitLambAlgorithmImpl = bound_form(OneBitLambAlgorithm)

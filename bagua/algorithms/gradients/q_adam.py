@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar
@@ -42,10 +42,8 @@ class FrozenAdam(ByHost):
     q_adam_optimizer: QAdamOptimizer | None = field(default=None, repr=False, compare=False)
     hierarchical: bool = True
 
-    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = QAdamOptimizer
-
     #: The class of an optimizer that can step the parameters, or of what derives from it.
-    owner_class: ClassVar[type[QAdamOptimizer]] = QAdamOptimizer
+    optimizer_class: ClassVar[type[QAdamOptimizer]] = QAdamOptimizer
 
     def __post_init__(self) -> None:
         check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
@@ -85,8 +83,8 @@ class FrozenAdam(ByHost):
             )
         for name, parameter in model.parameters.items():
             owner = model.owner_of(parameter)
-            if owner is None or not isinstance(owner[0], self.owner_class):
-                raise _without_owner(name, model.optimizers, self.owner_class.__name__)
+            if owner is None or not isinstance(owner[0], self.optimizer_class):
+                raise _without_owner(name, model.optimizers, self.optimizer_class.__name__)
         _warmup_steps(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
