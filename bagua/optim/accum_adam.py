@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_whole
-from bagua.optim.group_steps import TogetherOptimizer
-from bagua.optim.moments import begin_at_zero, denominators
-from bagua.optim.options import check_betas, check_not_negative
+from bagua.optim.base import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 
 
 class AccumAdam(TogetherOptimizer):

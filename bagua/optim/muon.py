@@ -9,9 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
-from bagua.optim.group_steps import OneByOneOptimizer
-from bagua.optim.moments import begin_at_zero
-from bagua.optim.options import check_not_negative
+from bagua.optim.base import OneByOneOptimizer, begin_at_zero, check_not_negative
 
 Scale = Literal["spectral", "rms"]
 

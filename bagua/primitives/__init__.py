@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from bagua.primitives.dion import *
     from bagua.primitives.feedback import *
     from bagua.primitives.power_sgd import *
-    from bagua.primitives.sparse import *
 
 __all__ = [
     "ErrorFeedback",
@@ -36,12 +35,11 @@ __all__ = [
 
 #: What exact exchanges do without.
 _LATE = {
-    "codec_reducers": ("AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer"),
+    "codec_reducers": ("AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer", "SparseReducer"),
     "decentralized": ("DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"),
     "dion": ("DionReducer",),
     "feedback": ("EF21", "AveragedFeedback", "MomentumCorrection"),
     "power_sgd": ("PowerSGDReducer",),
-    "sparse": ("SparseReducer",),
 }
 _places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}
 __all__ += list(_places)

@@ -1,13 +1,15 @@
-"""What every ``step`` of an optimizer does: the closure first, then each group of parameters."""
+"""What optimizers have in common: steps by groups of parameters, moments, and checks of what they are given."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bagua.checks import check_numbers, unusable, wrong_type
 from bagua.errors import ConfigurationError
 
 
@@ -89,3 +91,44 @@ def _refuse_unless_dense_and_real(gradient: torch.Tensor) -> None:
             expected="parameters with dense, real gradients",
             seen=f"{gradient.dtype}, {gradient.layout}",
         )
+
+
+def check_not_negative(**numbers: float | torch.Tensor) -> None:
+    """Raise ``ConfigurationError`` for the first of ``numbers`` that is below zero, or no number."""
+    for name, number in numbers.items():
+        value: object = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
+        check_numbers(lambda number: number >= 0, "a number >= 0", **{name: value})
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ``ConfigurationError`` unless these can be factors of running means."""
+    expected = "two numbers in [0, 1)"
+    pair: object = betas
+    if not isinstance(pair, tuple | list) or not all(type(beta) in (int, float) for beta in pair):
+        raise wrong_type("betas", expected, betas)
+    if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
+        raise unusable("betas", expected, betas)
+
+
+def begin_at_zero(state: dict[str, Any], parameter: torch.Tensor, *names: str) -> None:
+    """Make tensors of zeros like ``parameter`` in its state."""
+    for name in names:
+        state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def denominators(squares: Sequence[torch.Tensor], beta2: float, updates: int, eps: float) -> list[torch.Tensor]:
+    """What first moments are divided by: ``sqrt(v / (1 - beta2 ** updates)) + eps``.
+
+    Args:
+        squares: second moments ``v``.
+        beta2: part of them that is kept in an update.
+        updates: how often they were updated.
+        eps: number that is added.
+
+    Returns:
+        New tensors.
+    """
+    scale = torch._foreach_sqrt(list(squares))  # noqa: SLF001
+    torch._foreach_div_(scale, math.sqrt(1 - beta2**updates))
+    torch._foreach_add_(scale, eps)
+    return list(scale)
