@@ -53,7 +53,7 @@ from bagua.comm.lifetime.background import BackgroundThread as BackgroundThread
 from bagua.comm.lifetime.closer import close_with as close_with
 from bagua.comm.lifetime.closing import uncaught_error as uncaught_error
 from bagua.comm.lifetime.forks import family as family, forked_error as forked_error
-from bagua.comm.lifetime.wake import Wake as Wake
+from bagua.comm.lifetime.closer import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait
 from bagua.comm.objects import (
     as_bytes as as_bytes,
@@ -62,7 +62,7 @@ from bagua.comm.objects import (
 )
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
 from bagua.comm.pipeline import CallOptions as CallOptions
-from bagua.comm.pieces.phase_deadline import PhaseDeadline as PhaseDeadline
+from bagua.comm.pieces.fetching import PhaseDeadline as PhaseDeadline
 from bagua.comm.pieces.fetching import Fetch as Fetch, ask_now as ask_now
 from bagua.comm.pieces.server import PieceServer as PieceServer, Source as Source
 from bagua.comm.records.recorder import (

@@ -15,8 +15,7 @@ from bagua.comm.call import KIND_NUMBERS, Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
-from bagua.comm.transports.checked import CheckedTransport
-from bagua.comm.transports.fingerprints import fingerprint_of
+from bagua.comm.transports.checked import CheckedTransport, fingerprint_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import run
 from tests.comm.memory_ranks import values

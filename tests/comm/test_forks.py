@@ -16,7 +16,7 @@ from bagua.comm import solo_group
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import Family, family
-from bagua.comm.transports.c10d.sockets import let_go, open_sockets, opened_since
+from bagua.comm.transports.c10d.groups import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
 from tests.comm.c10d_ranks import run
 from tests.comm.memory_ranks import values

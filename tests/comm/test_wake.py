@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from bagua.comm.lifetime.wake import Wake
+from bagua.comm.lifetime.closer import Wake
 
 
 def ends(run: Callable[[], object]) -> bool:

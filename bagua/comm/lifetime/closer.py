@@ -8,6 +8,7 @@ for it. That thread closes what is idle: a slower rank may still need what this 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import weakref
@@ -17,7 +18,33 @@ from functools import partial
 from typing import Protocol
 
 from bagua.comm.lifetime.forks import family
-from bagua.comm.lifetime.wake import Wake
+
+
+class Wake:
+    """Tells one thread to look.
+
+    ``set`` waits for no lock: a finalizer or a signal handler may call it in the thread that looks. This is not
+    ``SimpleQueue.get(timeout=...)`` of the standard library, which never returns if the time is up when it looks
+    a second time (CPython up to 3.12 takes the negative rest for "no limit").
+    """
+
+    def __init__(self) -> None:
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+
+    def set(self) -> None:
+        """End the wait that is under way, or the next one."""
+        with contextlib.suppress(RuntimeError):  # It was set already.
+            self._asleep.release()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Sleep until ``set`` was called since the last wait.
+
+        Args:
+            limit_s: at most so many seconds; None for no limit.
+        """
+        self._asleep.acquire(timeout=-1 if limit_s is None else min(max(limit_s, 0.0), threading.TIMEOUT_MAX))
+
 
 _log = logging.getLogger("bagua")
 #: How often what is not idle yet is looked at.

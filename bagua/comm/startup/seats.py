@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua.comm.group import ProcessGroup
-from bagua.comm.pieces.phase_deadline import PhaseDeadline
+from bagua.comm.pieces.fetching import PhaseDeadline
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.formation import new_job
 from bagua.comm.store.asking import gather_values

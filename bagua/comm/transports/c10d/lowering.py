@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,32 @@ import torch.distributed as dist
 from bagua.comm.call import KINDS, POINT_TO_POINT, Call
 from bagua.comm.reduction import OPERATIONS, divide, fold
 from bagua.comm.torch_private import end_coalescing, method_of, source_rank, start_coalescing
-from bagua.comm.transports.views import as_bytes, flattened
+
+Action = TypeVar("Action", bound=Callable[[], Any] | None)
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """One dimension with stride 1; a single element may claim any other stride.
+
+    Args:
+        tensor: contiguous.
+    """
+    flat = tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of uint8."""
+    return flattened(tensor).view(torch.uint8)
+
+
+def where_allowed(action: Action, target: torch.Tensor | None) -> Action:
+    """``action``, if there is one, in inference mode if the target was made in that, in any thread."""
+    if action is None or target is None or not target.is_inference():
+        return action
+    allowed: Action = torch.inference_mode()(action)
+    return allowed
+
 
 Finish = Callable[[], object]
 #: Works of the backend, and what completes the call after them.

@@ -22,10 +22,9 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
-from bagua.comm.transports.c10d.lowering import Lowering
+from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.transports.views import where_allowed
 from bagua.errors import TransportUnavailableError
 
 #: Calls under way from which on those that are complete are looked for among them.
