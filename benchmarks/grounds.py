@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
-from bagua.cli.advise.lab import probe_link
+from bagua.cli.advise.command import probe_link
 from bagua.link import LinkSettings
 
 __all__ = ["Ground", "Grounds"]

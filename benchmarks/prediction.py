@@ -40,7 +40,7 @@ from bagua.advise import (
     rehearse,
 )
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
-from bagua.cli.advise.lab import lab_cluster, probe_lab
+from bagua.cli.advise.command import lab_cluster, probe_lab
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.lab.switch import SwitchReport
 from bagua.cli.launch import Rank, run_ranks

@@ -11,8 +11,16 @@ import torch
 
 from bagua.checks import check_choice, check_whole, unusable
 from bagua.compression.base import Codec, Metadata, align, exact_dtype
-from bagua.compression.packing.bits import bits_for, pack_bits, pack_codes, unpack_bits, unpack_codes
-from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
+from bagua.compression.packing import (
+    bits_for,
+    check_block_numel,
+    in_pieces,
+    in_rows,
+    pack_bits,
+    pack_codes,
+    unpack_bits,
+    unpack_codes,
+)
 
 _LARGEST_BYTE = 127
 

@@ -12,8 +12,7 @@ import torch
 from bagua.checks import check_kind
 from bagua.compression.base import Codec, Metadata, store
 from bagua.compression.coded_blocks import CodedBlocks
-from bagua.compression.packing.bits import pack_codes, unpack_codes
-from bagua.compression.packing.noise import mixed_seed, noise_like
+from bagua.compression.packing import mixed_seed, noise_like, pack_codes, unpack_codes
 
 #: The values are spread over so many standard deviations.
 _REACH = 6.0

@@ -13,8 +13,7 @@ import torch
 
 from bagua.checks import check_kind
 from bagua.compression.base import Codec, Metadata, store
-from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
-from bagua.compression.packing.noise import mixed_seed, noise_like
+from bagua.compression.packing import check_block_numel, in_pieces, in_rows, mixed_seed, noise_like
 
 #: A step that is a little longer than a 255th of the range, and a first code that is a little
 #: lower than rounding says: so no rounding error can take a code below 0 or above 255.

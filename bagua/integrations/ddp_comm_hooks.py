@@ -26,7 +26,7 @@ from bagua.checks import check_kind, check_whole
 from bagua.comm import GradBucket
 from bagua.compression import Codec, TopK
 from bagua.errors import ConfigurationError
-from bagua.integrations._hooks import HookState
+from bagua.integrations._hook_state import HookState
 from bagua.integrations._sharded import refuse_shared_mesh, sharded_parts
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer, SumReducer
 

@@ -25,7 +25,7 @@ from bagua.integrations._attached import (
     wrap,
     write_own_file,
 )
-from bagua.integrations._hooks import HookState
+from bagua.integrations._hook_state import HookState
 from bagua.integrations._pauses import go_on, pause
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook

@@ -16,7 +16,7 @@ import pytest
 from bagua.advise import MachineFacts
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.cli.advise import command, worker
-from bagua.cli.advise.lab import lab_cluster
+from bagua.cli.advise.command import lab_cluster
 from bagua.cli.lab import command as lab_command
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.comm import destroy_process_group

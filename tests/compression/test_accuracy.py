@@ -22,9 +22,9 @@ from bagua.compression import (
     MinMaxUInt8,
     Sign,
     TopK,
+    packing,
     registry,
 )
-from bagua.compression.packing import blocks
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 dtypes = pytest.mark.parametrize("dtype", FLOATING, ids=str)
@@ -340,7 +340,7 @@ def test_two_bits_of_what_is_kept_are_signs_and_two_heights():
 def test_a_few_blocks_at_a_time_are_coded_as_all_at_once(codec, monkeypatch):
     values = torch.randn(5 * 64 + 3, generator=torch.Generator().manual_seed(0))
     at_once, back = codec.compress(values), decoded(codec, values)
-    monkeypatch.setattr(blocks, "_CACHED_NUMEL", 2 * 64)
+    monkeypatch.setattr(packing, "_CACHED_NUMEL", 2 * 64)
     assert torch.equal(codec.compress(values), at_once)
     assert torch.equal(decoded(codec, values), back)
 

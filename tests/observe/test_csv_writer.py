@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import sys
 
 import pytest
 
-from bagua.observe import CsvWriter, csv_writer
+from bagua.observe import CsvWriter
 
 VALUES = {"comm/overlap": 0.5, "comm/wait_on_rank/3": 1.25}
 
@@ -27,7 +28,7 @@ def test_csv_goes_on_where_it_ended(tmp_path):
 @pytest.mark.parametrize("cut", ["", "st", "step,name,value\n1,comm/calls,5\n2,comm/calls,12"])
 @pytest.mark.parametrize("tail_bytes", [4096, 3])
 def test_half_a_row_of_a_process_that_was_killed_is_dropped(tmp_path, monkeypatch, cut, tail_bytes):
-    monkeypatch.setattr(csv_writer, "_TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr(sys.modules[CsvWriter.__module__], "_TAIL_BYTES", tail_bytes)
     path = tmp_path / "metrics.csv"
     path.write_text(cut)
     writer = CsvWriter(path)

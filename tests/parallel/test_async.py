@@ -18,7 +18,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import AsyncModelAverageAlgorithm
-from bagua.algorithms.averager import ENDING, FRESH, IMPATIENT, LEAVING, OPEN, SETTLING, Stage, verdict
+from bagua.algorithms.async_model_average import ENDING, FRESH, IMPATIENT, LEAVING, OPEN, SETTLING, Stage, verdict
 from bagua.comm import solo_group
 from bagua.comm.transports.threads import FaultHook, RankKilled, Step, inject_fault
 from bagua.errors import (

@@ -12,7 +12,7 @@ import bagua.distributed as dist
 from bagua.comm import NON_MEMBER, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.comm.torch_forms import lists
-from bagua.distributed import collectives, messages, objects
+from bagua.distributed import collectives, messages
 from tests.programs.mutants import Mutant, around, patched
 
 REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")
@@ -22,7 +22,7 @@ def _everywhere(name: str, value: Any) -> Mutant:
     """A helper that several modules have imported."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        for place in (collectives, messages, objects):
+        for place in (collectives, messages):
             patch.setattr(place, name, value)
 
     return apply

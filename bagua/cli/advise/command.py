@@ -4,27 +4,156 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import logging
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagua import env
-from bagua.advise import Cluster, MachineFacts, probe_machine, weigh
+from bagua.advise import (
+    DDP,
+    CallFacts,
+    Cluster,
+    MachineFacts,
+    Others,
+    call_facts,
+    link_facts,
+    machine_facts,
+    predict,
+    probe_machine,
+    weigh,
+)
 from bagua.checks import install_command
-from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
-from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive, seconds
 from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
-from bagua.cli.lab.network import LabUnavailableError
+from bagua.cli.lab.network import LabUnavailableError, burst_bytes, open_network
+from bagua.cli.launch import Rank, run_ranks
+from bagua.comm import destroy_process_group, get_default_group
 from bagua.errors import how_it_ended
-from bagua.link import parse_link
+from bagua.link import LinkSettings, hosts_in_words, parse_link
+
+_TIMEOUT_S = 120.0
+
+
+def lab_cluster(hosts: int, ranks_per_host: int, link: LinkSettings, calls: tuple[CallFacts, ...] = ()) -> Cluster:
+    """Hosts of the lab.
+
+    Args:
+        hosts: how many.
+        ranks_per_host: on each.
+        link: link of each host.
+        calls: times of calls between them, as ``probe_link`` returned them.
+    """
+    rates = [rate for rate in (link.send_mbit_s, link.receive_mbit_s) if rate is not None]
+    # The switch that makes delays paces what a host receives, with no bucket.
+    burst = burst_bytes(min(rates)) if rates and not link.needs_switch else 0
+    return Cluster(hosts, ranks_per_host, link, shared=True, burst_bytes=burst, calls=calls)
+
+
+def probe_lab(hosts: int) -> MachineFacts:
+    """Measure what calls cost among hosts of the lab whose links have no limit, and of which each has one rank.
+
+    Args:
+        hosts: how many.
+
+    Raises:
+        LabUnavailableError: there cannot be a lab here.
+    """
+    others = Others()
+    with open_network(hosts) as network:
+        found: list[tuple[tuple[CallFacts, ...], float]] = run_ranks(_on_machine, hosts, network=network)
+    return replace(machine_facts(*found[0], ranks=hosts), others=others.share())
+
+
+def probe_link(hosts: int, link: LinkSettings) -> tuple[CallFacts, ...]:
+    """Measure what calls take among hosts of the lab, of which each has one rank.
+
+    Args:
+        hosts: how many.
+        link: link of each host.
+
+    Raises:
+        LabUnavailableError: there cannot be a lab here.
+    """
+    with open_network(hosts, link) as network:
+        if network.shortcoming:
+            logging.getLogger("bagua").warning("calls are measured where %s", network.shortcoming)
+        found: list[tuple[CallFacts, ...]] = run_ranks(_on_link, hosts, (link,), network=network)
+    return found[0]
+
+
+def _on_machine(rank: Rank) -> tuple[tuple[CallFacts, ...], float]:
+    rank.join("gloo", _TIMEOUT_S)
+    try:
+        return call_facts(get_default_group().global_communicator, time.process_time)
+    finally:
+        destroy_process_group()
+
+
+def _on_link(rank: Rank, link: LinkSettings) -> tuple[CallFacts, ...]:
+    rank.join("gloo", _TIMEOUT_S)
+    try:
+        return link_facts(get_default_group(), lab_cluster(rank.world_size, 1, link))
+    finally:
+        destroy_process_group()
+
+
+if TYPE_CHECKING:
+    from bagua.cli.advise.worker import Found
+
+_RATES_MBIT_S = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
+_MOST_LINES = 8
+
+
+def draw(found: Found, cluster: Cluster, machine: MachineFacts, path: Path) -> bool:
+    """Draw DDP and the algorithms that are the fastest at some rate.
+
+    Args:
+        found: results of measuring and rehearsing.
+        cluster: hosts and links.
+        machine: facts that were measured without a network.
+        path: file; its ending says which kind.
+
+    Returns:
+        False where matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError:
+        return False
+    assert found.facts is not None
+    lines: dict[str, list[float]] = {one.name: [] for one in found.rehearsals}
+    for rate in _RATES_MBIT_S:
+        link = dataclasses.replace(cluster.link, send_mbit_s=rate, receive_mbit_s=rate)
+        there = dataclasses.replace(cluster, link=link, calls=())
+        for one in found.rehearsals:
+            lines[one.name].append(predict(one, found.facts, there, machine).step_s)
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in sorted(lines, key=lambda name: min(s / d for s, d in zip(lines[name], lines[DDP], strict=True)))[
+        :_MOST_LINES
+    ]:
+        axes.plot(_RATES_MBIT_S, lines[name], label=name, marker=".")
+    if DDP not in [line.get_label() for line in axes.get_lines()]:
+        axes.plot(_RATES_MBIT_S, lines[DDP], label=DDP, color="black")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("rate of each host's link, Mbit/s")
+    axes.set_ylabel("seconds for a step, predicted")
+    axes.set_title(f"{hosts_in_words(cluster.hosts, cluster.ranks_per_host)}, delay {cluster.link.delay_ms:g} ms")
+    axes.legend()
+    figure.savefig(path)
+    return True
+
 
 NOT_MEASURED = NOT_WRITTEN = 1
 INTERRUPTED = 130

@@ -1,1 +1,0 @@
-"""What codecs share: bits of codes, rows of blocks, noise for rounding."""
