@@ -15,7 +15,6 @@ be at the top level of its module. What a rank raises is raised here, the likeli
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shlex
 import signal
@@ -25,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks, worker
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
 from tests.versions import leave_out_what_gloo_prints
 
@@ -119,9 +118,7 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of ``bagua.cli.launch`` come from the fork server of the pools; without this they start as users' do."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([worker.__name__])
-    monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(launch.CommandRanks, "method", "forkserver")
 
 
 @pytest.fixture(scope="session")

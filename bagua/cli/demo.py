@@ -29,6 +29,7 @@ from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.errors import BaguaError, UnsupportedAlgorithmException
 from bagua.link import LinkSettings
+from bagua.testing import RankDiedError
 
 #: What is compared, with options: the exact mean, the same in 8 bits, and weights that are averaged now and then.
 CONTESTANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -311,9 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except RanksFailedError as failed:
         cause = failed.failures[0]
-        known = cause.error is None or isinstance(cause.error, BaguaError)
+        known = isinstance(cause.error, BaguaError | RankDiedError)
         traces = [] if known else [cause.trace.rstrip()]
-        print("\n".join([*traces, *map(str, failed.failures), "all processes have ended"]), file=sys.stderr)
+        print("\n".join([*traces, *failed.descriptions, "all processes have ended"]), file=sys.stderr)
         return 1
     print(table(results, trained_by, where, options.link))
     print(f"picture: {draw(results, where)}")

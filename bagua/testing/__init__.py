@@ -3,6 +3,7 @@
 They hand back what each rank returned.
 """
 
+from bagua.testing.process_ranks import PRELOADED as PRELOADED
 from bagua.testing.process_ranks import ProcessRanks
 from bagua.testing.ranks import (
     Outcome,
@@ -12,6 +13,7 @@ from bagua.testing.ranks import (
     die,
     fall_silent,
 )
+from bagua.testing.ranks import this_rank as this_rank
 from bagua.testing.thread_ranks import ThreadRanks
 
 __all__ = [

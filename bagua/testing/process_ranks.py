@@ -8,12 +8,14 @@ ruined, its environment changed, and the next run knows nothing of it.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar, Literal
 
 from bagua.comm import serve_store
 from bagua.errors import ConfigurationError, how_it_ended
@@ -23,6 +25,12 @@ from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, Ran
 #: How long a process may take to tell its stacks, and to end after its last word.
 _ANSWER_S = 2.0
 _FAREWELL_S = 10.0
+#: Ranks are looked after so often at least.
+_LOOK_S = 60.0
+#: What a fork server imports. Tests name hypothesis and pytest at their top, every optimizer of torch imports
+#: torch._dynamo at its first step, and models are trained with bagua.parallel: a rank without them takes up to three
+#: seconds longer.
+PRELOADED = [worker.__name__, "hypothesis", "pytest", "torch._dynamo", "bagua.parallel"]
 
 
 class ProcessRanks(RankPool):
@@ -46,6 +54,11 @@ class ProcessRanks(RankPool):
         [0, 1]
     """
 
+    #: How processes are started, whether warnings are errors there, and how long others go on when one has failed.
+    method: ClassVar[Literal["fork", "spawn", "forkserver"]] = "forkserver"
+    strict: ClassVar[bool] = True
+    grace_s: ClassVar[float] = math.inf
+
     def __init__(
         self,
         size: int,
@@ -59,17 +72,19 @@ class ProcessRanks(RankPool):
         super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)
         self._environment = dict(environment or {})
         self._modules = tuple(modules)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([worker.__name__])
+        #: Called with what a rank reports while it runs.
+        self.take_report: Callable[[object], object] = lambda _: None
+        self._context: Any = multiprocessing.get_context(self.method)
+        self._context.set_forkserver_preload(PRELOADED)
 
     def _outcomes(self, job: Job, deadline_s: float) -> list[Outcome]:
         deadline = time.monotonic() + deadline_s
         job_bytes = _pickled(job)
         store, port = serve_store()
-        run = _ProcessRun()
+        run = _ProcessRun(self)
         try:
             for rank in range(job.size):
-                place = worker.RankAddress(rank, port, self._environment, self._modules)
+                place = worker.RankAddress(rank, port, self._environment, self._modules, self.strict)
                 run.ranks.append(self._start(place, job_bytes))
             return run.outcomes(deadline)
         finally:
@@ -83,7 +98,7 @@ class ProcessRanks(RankPool):
         )
         process.start()
         there.close()  # So that the end of the process is the end of its messages.
-        rank = _Rank(place.rank, process, here)
+        rank = _Rank(place.rank, process, here, self.take_report)
         rank.say(job_bytes)
         return rank
 
@@ -91,8 +106,11 @@ class ProcessRanks(RankPool):
 class _Rank:
     """A process, as the pool sees it."""
 
-    def __init__(self, rank: int, process: BaseProcess, messages: Connection) -> None:
+    def __init__(
+        self, rank: int, process: BaseProcess, messages: Connection, take_report: Callable[[object], object]
+    ) -> None:
         self.rank = rank
+        self.take_report = take_report
         self.process = process
         self.messages = messages
         self.outcome: Outcome | None = None
@@ -117,7 +135,9 @@ class _Rank:
             return ""
         if isinstance(message, str):
             return message
-        if self.outcome is None or (self.outcome.error is None and message is not None):
+        if isinstance(message, worker.Report):
+            self.take_report(message.value)
+        elif self.outcome is None or (self.outcome.error is None and message is not None):
             self.outcome = message
         return ""
 
@@ -145,8 +165,9 @@ class _Rank:
 class _ProcessRun:
     """One job and its processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: ProcessRanks) -> None:
         self.ranks: list[_Rank] = []
+        self._grace_s = pool.grace_s
 
     def outcomes(self, deadline: float) -> list[Outcome]:
         self._listen(deadline, lambda rank: rank.outcome is None)
@@ -158,11 +179,14 @@ class _ProcessRun:
     def _listen(self, deadline: float, awaited: Callable[[_Rank], bool]) -> None:
         """Hear all ranks until none is awaited any more; give up those that still are at the deadline."""
         while waiting := [rank for rank in self.ranks if awaited(rank)]:
-            ready = wait([rank.messages for rank in waiting], max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            ready = wait([rank.messages for rank in waiting], min(max(0.0, left_s), _LOOK_S))
             for rank in waiting:
                 if rank.messages in ready:
                     rank.hear()
-            if not ready:
+                    if rank.outcome is not None and rank.outcome.error is not None:
+                        deadline = min(deadline, time.monotonic() + self._grace_s)
+            if not ready and left_s <= _LOOK_S:
                 for rank in waiting:
                     rank.give_up()
                 return

@@ -91,11 +91,21 @@ def leave(rank: int) -> Outcome | None:
 
 
 class ThisRank(NamedTuple):
-    """What the function running on a rank can do to its own rank: end it at once, or have it stay without a word."""
+    """What the function running on a rank can do to its own rank.
+
+    Attributes:
+        rank: its number.
+        die: ends it at once.
+        fall_silent: has it stay without a word.
+        report: sends an object to the pool; None where the ranks are threads, which have the pool's objects.
+        port: port of the store that the pool serves; 0 for threads.
+    """
 
     rank: int
     die: Callable[[], None]
     fall_silent: Callable[[], None]
+    report: Callable[[object], None] | None = None
+    port: int = 0
 
 
 this_rank: ContextVar[ThisRank] = ContextVar("bagua.testing.this_rank")

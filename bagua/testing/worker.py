@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import queue
@@ -17,21 +18,14 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import NoReturn
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
 
 import torch
 
 from bagua import env
 from bagua.comm import connect_store
 from bagua.testing.ranks import Job, Outcome, RankHangsError, ThisRank, leave, this_rank
-
-# The fork server imports this module, and then has all that a rank needs. Tests name the
-# first two at their top, every optimizer of torch imports the third at its first step, and
-# models are trained with the last; without them a rank takes up to three seconds longer.
-for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel"):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(_name)
 
 #: What the pool says to a rank.
 END, STACKS = b"end", b"stacks"
@@ -48,16 +42,25 @@ class RankAddress:
         port: port of the store that the pool serves.
         environment: variables that bagua must find in its environment.
         modules: imported first, to register backends for example.
+        strict: True if warnings are errors.
     """
 
     rank: int
     port: int
     environment: dict[str, str]
     modules: Sequence[str] = ()
+    strict: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank reports while it runs."""
+
+    value: object
 
 
 class _Line:
-    """The connection to the pool. Its end is the end of this process."""
+    """The connection to the pool. Its end, or that of the pool's process, is the end of this process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -69,8 +72,10 @@ class _Line:
         threading.Thread(target=self._listen, name="bagua pool", daemon=True).start()
 
     def _listen(self) -> NoReturn:
+        parent = multiprocessing.parent_process()
+        ends: list[Any] = [self._connection, *([] if parent is None else [parent.sentinel])]
         with contextlib.suppress(EOFError, OSError):
-            while True:
+            while self._connection in wait(ends):
                 command = self._connection.recv_bytes()
                 if command == STACKS:
                     self.send(_stacks(self._main))
@@ -81,6 +86,9 @@ class _Line:
     def send(self, message: object) -> None:
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
+
+    def tell(self, value: object) -> None:
+        self.send(Report(value))
 
     def fall_silent(self, rank: int) -> None:
         self.send(Outcome(rank, error=RankHangsError(f"rank {rank} fell silent")))
@@ -120,10 +128,11 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
     line = _Line(connection)
     job_bytes = connection.recv_bytes()
     line.listen()
-    this_rank.set(ThisRank(place.rank, _die, functools.partial(line.fall_silent, place.rank)))
+    this_rank.set(ThisRank(place.rank, _die, functools.partial(line.fall_silent, place.rank), line.tell, place.port))
     torch.set_num_threads(1)
     env.overlay(place.environment)
-    warnings.simplefilter("error")
+    if place.strict:
+        warnings.simplefilter("error")
     started = time.monotonic()
     try:
         for module in place.modules:

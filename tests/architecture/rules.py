@@ -38,11 +38,11 @@ LAYERS = {
     "bagua.advise": 6,
     "bagua.distributed": 7,
     "bagua.torch_api": 7,
+    "bagua.testing": 7,
     "bagua.utilities": 7,
     "bagua.integrations": 7,
     "bagua.cli": 7,
     "bagua.__main__": 7,
-    "bagua.testing": 8,
 }
 
 # What a module may import beside the standard library. `bagua.integrations` imports what it integrates.

@@ -5,7 +5,6 @@ It leads a group of processes, as a command at a terminal does, and says which p
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 from bagua.cli import launch
 from bagua.cli.main import main
 
-_start = launch.start
+_start = launch.CommandRanks._start
 
 
-def _start_and_tell(*arguments: Any) -> launch.Started:
+def _start_and_tell(*arguments: Any) -> Any:
     started = _start(*arguments)
     print("rank is process", started.process.pid, flush=True)
     return started
@@ -25,7 +24,6 @@ def _start_and_tell(*arguments: Any) -> launch.Started:
 if __name__ == "__main__":
     os.setpgrp()
     print("this is process", os.getpid(), flush=True)
-    fork = multiprocessing.get_context("fork")
-    launch.multiprocessing.get_context = lambda _: fork  # type: ignore[attr-defined,assignment]
-    launch.start = _start_and_tell
+    launch.CommandRanks.method = "fork"
+    launch.CommandRanks._start = _start_and_tell  # type: ignore[method-assign]
     sys.exit(main())

@@ -43,8 +43,8 @@ def rank_one_dies_and_the_other_notices(rank: Rank) -> None:
 
 
 def die_in_the_middle_of_a_message(rank: Rank) -> None:
-    sender: Any = rank.report
-    os.write(sender.__self__.fileno(), struct.pack("!i", 1000) + b"only this")
+    report: Any = rank.report
+    os.write(report.__self__._connection.fileno(), struct.pack("!i", 1000) + b"only this")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from bagua.cli import doctor
-from bagua.cli.launch import Failure, RanksFailedError
+from bagua.cli.launch import RanksFailedError
 from bagua.cli.main import main
+from bagua.testing import Outcome, RankDiedError
 
 
 def test_a_look_without_measuring(capsys):
@@ -41,7 +42,7 @@ def test_measuring(forked_ranks, capsys, monkeypatch):
 
 def test_ranks_that_fail_are_a_finding(monkeypatch, capsys):
     def fail(*_: object) -> object:
-        raise RanksFailedError([Failure(1, exit_code=-9)])
+        raise RanksFailedError([Outcome(1, error=RankDiedError("rank 1 was killed by SIGKILL"))])
 
     monkeypatch.setattr(doctor, "run_ranks", fail)
     assert main(["doctor"]) == 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gloo
 
 @pytest.fixture(autouse=True)
 def short_grace(forked_ranks, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_S", 2.0)
+    monkeypatch.setattr(launch.CommandRanks, "grace_s", 2.0)
 
 
 def is_running(process_id: int) -> bool:

@@ -19,7 +19,7 @@ import bagua.comm
 import bagua.distributed
 import bagua.torch_api
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.testing import worker
+from bagua.testing import PRELOADED
 from tests.contract.exercises import CallSetting, Exercise, as_it_is
 from tests.contract.reference import assert_same
 from tests.programs.mirror import MIRROR, REDUCING
@@ -95,7 +95,7 @@ class FuzzedRanks:
     def _start(self) -> None:
         self._store, port = serve_store()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([worker.__name__])
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(SIZE):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, port), daemon=True)
