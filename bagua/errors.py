@@ -13,28 +13,6 @@ import signal
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-__all__ = [
-    "BaguaError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "CommunicationError",
-    "CommunicatorClosedError",
-    "ConcurrentUseError",
-    "ConfigurationError",
-    "InvalidRankError",
-    "InvalidReduceOpError",
-    "InvalidTensorError",
-    "InvalidTypeError",
-    "LeftOutError",
-    "NotInitializedError",
-    "PeerLostError",
-    "RepeatedInitializationError",
-    "StoreLostError",
-    "TooFewMembersError",
-    "TransportUnavailableError",
-    "UnsupportedAlgorithmException",
-]
-
 #: How ranks that came late are told of, by ``CollectiveTimeoutError.of``.
 _LATE = re.compile(r"it did not come within (\S+) s(?:, nor did ([\d, ]+))?")
 
@@ -417,3 +395,5 @@ class LeftOutError(CommunicationError, ConnectionError):
     """The other islands went on without this one, which they took for dead."""
 
     _advice = "The model of this process is intact. Start the process again to join as a newcomer."
+
+__all__ = [name for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, BaguaError)]

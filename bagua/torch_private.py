@@ -12,19 +12,8 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 
-# What the batch norms of all numbers of dimensions derive from.
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-
-__all__ = [
-    "BatchNorm",
-    "accumulates",
-    "active_ddp",
-    "backward_pass",
-    "do_not_compile",
-    "profiler_range",
-    "profiling",
-    "when_backward_ends",
-]
+#: What the batch norms of all numbers of dimensions derive from.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -7,8 +7,6 @@ import resource
 import time
 from pathlib import Path
 
-__all__ = ["ALONE", "Others"]
-
 #: A measurement has the machine for itself if others have less of its cores.
 ALONE = 0.05
 _FILE = Path("/proc/stat")

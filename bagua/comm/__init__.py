@@ -75,17 +75,7 @@ from bagua.comm.records.recorder import (
     observers as observers,
 )
 from bagua.comm.reduction import divide as divide, reduction_name as reduction_name
-from bagua.comm.startup.adoption import (
-    GradBucket as GradBucket,
-    as_communicator as as_communicator,
-    as_group as as_group,
-    available as available,
-    backend_of as backend_of,
-    communicator_of as communicator_of,
-    rank_among_all as rank_among_all,
-    ranks_of as ranks_of,
-    size_of_all as size_of_all,
-)
+from bagua.comm.startup.adoption import *
 from bagua.comm.startup.default_group import become_rank as become_rank
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from bagua.comm.startup.rehearsal import rehearsal_group as rehearsal_group
@@ -106,12 +96,7 @@ from bagua.comm.store.serving import (
 from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
 from bagua.comm.torch_backend.creation import install_torch_backend as install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
-from bagua.comm.torch_forms.factors import (
-    is_scaled as is_scaled,
-    make_premul_sum as make_premul_sum,
-    scale as scale,
-    scaled as scaled,
-)
+from bagua.comm.torch_forms.factors import *
 from bagua.comm.torch_forms.lists import (
     allgather_tensors as allgather_tensors,
     alltoall_rows as alltoall_rows,

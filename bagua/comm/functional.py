@@ -24,6 +24,7 @@ import inspect
 from bagua.comm.call import KINDS
 from bagua.comm.communicator import Communicator
 from bagua.comm.startup.adoption import communicator_of
+from bagua.comm.startup.default_group import default_communicator
 
 _COMPOSED = ("allreduce_coalesced", "broadcast_coalesced")
 _OF_OBJECTS = ("broadcast_object", "allgather_object", "gather_object", "scatter_object")
@@ -40,8 +41,13 @@ def _make(name: str) -> None:
     taken = ", ".join([*(one.name for one in positional), "*", *(one.name for one in options)])
     passed = ", ".join([*(one.name for one in positional[:-1]), *(f"{one.name}={one.name}" for one in options)])
     # As data classes are made: the call costs as much as if it stood here.
-    source = compile(f"def {name}({taken}): return communicator_of(comm).{name}({passed})", __file__, "exec")
-    scope = {"communicator_of": communicator_of, "__name__": __name__}
+    who = "(default_communicator() if comm is None else communicator_of(comm))"
+    source = compile(f"def {name}({taken}): return {who}.{name}({passed})", __file__, "exec")
+    scope = {
+        "communicator_of": communicator_of,
+        "default_communicator": default_communicator,
+        "__name__": __name__,
+    }
     exec(source, scope)  # noqa: S102 - names of our own
     globals()[name] = made = scope[name]
     made.__defaults__ = tuple(one.default for one in positional if one.default is not one.empty)

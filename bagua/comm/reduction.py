@@ -6,22 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
+import torch.distributed as dist
 
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
-__all__ = [
-    "COMMUNICABLE",
-    "OPERATIONS",
-    "ReduceOp",
-    "bytes_reduction",
-    "check_communicable",
-    "divide",
-    "dtype_by_name",
-    "fold",
-    "reduction_name",
-    "wide_dtype",
-]
+ReduceOp = dist.ReduceOp
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})

@@ -17,27 +17,6 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import env
 from bagua.errors import TransportUnavailableError
 
-__all__ = [
-    "Work",
-    "all_groups",
-    "backend_request",
-    "default_store",
-    "end_coalescing",
-    "gloo_options",
-    "make_premul_sum",
-    "method_of",
-    "nccl_options",
-    "plugins",
-    "premul_factor",
-    "requested_backends",
-    "require_known_calls",
-    "set_default_timeout",
-    "set_sequence_number",
-    "source_rank",
-    "start_coalescing",
-    "store_of",
-]
-
 #: What C++ takes for a work. Subclasses in Python are called back through it; a public class for that is not there.
 Work = dist._Work
 #: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its factor.
