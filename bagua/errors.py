@@ -396,4 +396,5 @@ class LeftOutError(CommunicationError, ConnectionError):
 
     _advice = "The model of this process is intact. Start the process again to join as a newcomer."
 
+
 __all__ = [name for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, BaguaError)]

@@ -16,10 +16,16 @@ import torch
 
 from bagua import env
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
-from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.exchange import (
+    Exchange,
+    Promise,
+    check_exchanges,
+    check_phases,
+    differ_between_ranks,
+    promise_of,
+)
 from bagua.algorithms.exchanges.fields import Every
-from bagua.algorithms.exchanges.model import Model
-from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, check_phases, differ_between_ranks, promise_of
+from bagua.algorithms.exchanges.flight import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type

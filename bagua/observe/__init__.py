@@ -1,6 +1,6 @@
 """What can be seen of a run: metrics, flight records, timelines. All read the record of calls."""
 
-from bagua.observe.explain import explain, read_flight_records
+from bagua.observe.flight import explain, read_flight_records
 from bagua.observe.metrics import CsvWriter, metrics
 from bagua.observe.straggler import latest_of
 from bagua.observe.timeline import clock_offsets, timeline, write_timeline

@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 from bagua.late import late
-from bagua.primitives.centralized import allreduce_sum, reducer_sum, scatter_gather_sum
+from bagua.primitives.centralized import allreduce_sum, hierarchical_sum, on_leaders, reducer_sum, scatter_gather_sum
+from bagua.primitives.centralized import has_two_levels as has_two_levels
+from bagua.primitives.centralized import through_leaders as through_leaders
 from bagua.primitives.digests import differ_by_rounding as differ_by_rounding
 from bagua.primitives.digests import digest_of_gradients as digest_of_gradients
 from bagua.primitives.digests import quick_digest as quick_digest
-from bagua.primitives.hierarchical import has_two_levels as has_two_levels
-from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
-from bagua.primitives.hierarchical import through_leaders as through_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.reducers import ErrorFeedback, SumReducer
 

@@ -9,7 +9,7 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, joined
 from bagua.compression import Codec, Metadata
-from bagua.primitives.hierarchical import on_leaders
+from bagua.primitives.centralized import on_leaders
 from bagua.primitives.memory import ReducerMemory, State
 from bagua.topology import Round, Turn
 

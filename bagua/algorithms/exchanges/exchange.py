@@ -1,15 +1,118 @@
-"""What an exchange is: what is sent, when, how, and what becomes of the result. The engine executes these values."""
+"""What an exchange is: what is sent, when, how, and what becomes of the result. The engine executes these values.
+
+Then how a model is cut into parts that are exchanged separately, and which exchanges go together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
 
 from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, Every, How, Point, Then, What
-from bagua.algorithms.exchanges.parts import ALL_BY_ARRIVAL, Parts
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
+
+By = Literal["arrival", "strided", "bytes"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a model, each of which starts so many steps after the one before that all take one period together.
+
+    Part ``p`` of ``n`` is due ``(p + 1) * steps // n`` steps after a multiple of the period ``steps``.
+
+    Args:
+        n: number of parts. Buckets, by arrival, all start in the same step.
+        by: ``arrival``: buckets, in the order in which gradients appear; they follow ``bucket_bytes`` and autotuning.
+            ``strided``: part ``p`` has the layers ``p``, ``p + n``, ... ``bytes``: each has about as many bytes.
+            Neither changes during training.
+        same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's order of buckets is
+            everyone's, and a rank may be late for some.
+
+    Raises:
+        ConfigurationError: there is no such way, or values that contradict each other.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> Parts(2, "strided").cut(dict(model.named_parameters()))
+        [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+
+    n: int = 1
+    by: By = "arrival"
+    same_order: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(1, n=self.n)
+        check_choice(get_args(By), by=self.by)
+        check_kind(bool, "True or False", same_order=self.same_order)
+        if self.by == "arrival" and self.n > 1:
+            raise ConfigurationError(
+                "buckets by arrival are cut by their size, and hold all parameters",
+                argument="by",
+                expected='"strided" or "bytes"',
+                seen=repr(self.by),
+            )
+
+    def shift(self, part: int, steps: int) -> int:
+        """How many steps after a multiple of the period ``part`` is due."""
+        return (part + 1) * steps // self.n % steps
+
+    def cut(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        """Names of the parameters of each part; a part is empty where layers were frozen.
+
+        Args:
+            parameters: parameters of the model that are trained, by name, in its order.
+        """
+        return self._strided(parameters) if self.by == "strided" else self._balanced(parameters)
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse parts that are empty from the beginning, unless all are: then the model is frozen.
+
+        Args:
+            parameters: as for ``cut``.
+
+        Raises:
+            ConfigurationError: there are fewer layers, or parameters, than parts.
+        """
+        if parameters and not all(self.cut(parameters)):
+            raise ConfigurationError(
+                f"this model has too few layers for {self.n} fragments: one would hold no parameter",
+                argument="fragments",
+                expected="at most as many as there are layers",
+                seen=f"{self.n} for {len(parameters)} parameters",
+                advice=f"In an exchange of your own they are parts={self!r}.",
+            )
+
+    def _strided(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        layers: dict[str, list[str]] = {}
+        for name in parameters:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        dealt = list(layers.values())
+        return [[name for layer in dealt[part :: self.n] for name in layer] for part in range(self.n)]
+
+    def _balanced(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        """The largest first, each into the lightest part."""
+        parts: list[list[str]] = [[] for _ in range(self.n)]
+        loads = [0] * self.n
+        order = {name: number for number, name in enumerate(parameters)}
+        for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
+            lightest = loads.index(min(loads))
+            parts[lightest].append(name)
+            loads[lightest] += parameters[name].nbytes
+        return [sorted(part, key=order.__getitem__) for part in parts]
+
+
+#: The buckets of the engine.
+ALL_BY_ARRIVAL = Parts()
+
 
 #: Points at which gradients are sent, and replaced.
 _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
@@ -239,3 +342,120 @@ def _spans_an_update(exchange: Exchange) -> bool:
     """Whether the optimizers step between start and fold."""
     after = exchange.folds_at in ("safe", "backward begins", "bucket ready")
     return exchange.lag > (1 if after and exchange.starts_at in ("stepped", "bucket stepped") else 0)
+
+
+#: A moment: steps after the start of a flight, and a place in the order of a step.
+Moment = tuple[int, int]
+
+#: What can be expected of an algorithm. ``exact``: after every step all ranks hold what one process with all the data
+#: would. ``bounded``: they are equal, and near that. ``consensus``: they differ, and come together without gradients.
+Promise = Literal["exact", "bounded", "consensus"]
+
+
+def check_exchanges(exchanges: Sequence[Exchange]) -> None:
+    """Refuse exchanges that contradict each other.
+
+    Raises:
+        ConfigurationError: naming both.
+    """
+    for one, other in itertools.combinations(exchanges, 2):
+        if one.label == other.label and one.how is not None and other.how is not None:
+            raise _contradiction("they have the same label", one, other, "labels that tell them apart")
+        if one.label == other.label and _declare_differently(one, other):
+            raise _contradiction("they remember different things under one name", one, other, "equal declarations")
+        both_replace = "gradients" in one.writes & other.writes and one.then.replaces and other.then.replaces
+        if both_replace and _meet(one, other):
+            raise _contradiction("both replace gradients in one step", one, other, "steps in which one of them is due")
+    for one, other in itertools.permutations(exchanges, 2):
+        # An outer step goes on from its anchor, whatever became of the weights meanwhile.
+        sends_whole = one.how is not None and "anchor" not in one.needs
+        if sends_whole and one.then.replaces and one.writes & other.writes and _is_undone(one, other):
+            raise _contradiction(
+                "the first one replaces what the second one writes while it is on its way", one, other, "Add()"
+            )
+
+
+def check_phases(phases: Sequence[Sequence[Exchange]]) -> None:
+    """Refuse exchanges of other phases that would not find what was remembered under their label.
+
+    Raises:
+        ConfigurationError: naming both.
+    """
+    for one, other in itertools.combinations(itertools.chain.from_iterable(phases), 2):
+        common = {state.name for state in one.states()} & {state.name for state in other.states()}
+        if one.label == other.label and common and one.parts != other.parts:
+            names = ", ".join(sorted(common))
+            raise _contradiction(
+                f"{names} would begin anew where the parts change from phase to phase",
+                one,
+                other,
+                "the same parts in all phases, or another label in each",
+            )
+
+
+def _declare_differently(one: Exchange, other: Exchange) -> bool:
+    """Whether a name stands for another state in each."""
+    declared = {state.name: state for state in one.states()}
+    return any(declared.get(state.name, state) != state for state in other.states())
+
+
+def _contradiction(problem: str, one: Exchange, other: Exchange, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"two exchanges contradict each other: {problem}",
+        argument="exchanges",
+        expected=expected,
+        seen=f"{one!r} and {other!r}",
+    )
+
+
+def _starts(exchange: Exchange) -> Iterator[int]:
+    """What the numbers of the steps in which it starts are, up to multiples of its period."""
+    for part in range(exchange.parts.n):
+        yield exchange.when.offset + exchange.parts.shift(part, exchange.when.steps)
+
+
+def _meet(one: Exchange, other: Exchange) -> bool:
+    """Whether both are folded in some step."""
+    common = math.gcd(one.when.steps, other.when.steps)
+    return any(
+        (here + one.lag - there - other.lag) % common == 0
+        for here, there in itertools.product(_starts(one), _starts(other))
+    )
+
+
+def _is_undone(flight: Exchange, other: Exchange) -> bool:
+    """Whether ``other`` writes between start and fold of some flight."""
+    if flight.at_once:
+        return False
+    start: Moment = (0, 3 * POINTS.index(flight.starts_at) + 2)
+    end: Moment = (flight.lag, 3 * POINTS.index(flight.folds_at))
+    place = 3 * POINTS.index(other.folds_at) + (1 if other.at_once else 0)
+    common = math.gcd(flight.when.steps, other.when.steps)
+    return any(
+        start < (later, place) < end and (there + other.lag - here - later) % common == 0
+        for later in range(flight.lag + 1)
+        for here, there in itertools.product(_starts(flight), _starts(other))
+    )
+
+
+def promise_of(phases: Sequence[Sequence[Exchange]]) -> Promise:
+    """What the exchanges of all phases let one expect."""
+    if any(differ_between_ranks(exchanges) for exchanges in phases):
+        return "consensus"
+    every = [one for exchanges in phases for one in exchanges]
+    exact = all((one.how is None or one.how.contraction == 1.0) and not one.lag for one in every)
+    return "exact" if exact else "bounded"
+
+
+def differ_between_ranks(exchanges: Sequence[Exchange]) -> bool:
+    """Whether ranks hold different weights after some steps, by what the exchanges say.
+
+    They do not if gradients are exchanged in every step with the same result for all, and so is all else.
+    """
+    sent = [one for one in exchanges if one.how is not None]
+    uniform = all(one.how.uniform and one.how.lockstep for one in sent if one.how is not None)
+    return not (uniform and any(_synchronizes(one) for one in sent))
+
+
+def _synchronizes(exchange: Exchange) -> bool:
+    return exchange.when.steps == 1 and exchange.then.replaces and "gradients" in exchange.writes

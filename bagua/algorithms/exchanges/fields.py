@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.flight import Flight
-from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.flight import Flight, Model
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, check_whole
 from bagua.comm import ProcessGroup, Work

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
+from bagua.algorithms.exchanges.exchange import Parts
 from bagua.algorithms.exchanges.fields import How, Then, What
 from bagua.algorithms.exchanges.flight import Flight
-from bagua.algorithms.exchanges.parts import Parts
 from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work

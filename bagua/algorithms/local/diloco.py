@@ -8,10 +8,9 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.exchange import Exchange, Parts
 from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
-from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole

@@ -12,7 +12,7 @@ from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
 from bagua.algorithms.declarations import DistributedAlgorithm
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
-from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.flight import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
 from bagua.checks import check_choice, check_flags, check_kind, check_whole
 from bagua.errors import ConfigurationError

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
+from bagua.algorithms.exchanges.flight import Model
 from bagua.algorithms.exchanges.gossip import DifferenceMix
-from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
 from bagua.compression import Codec, MinMaxUInt8
