@@ -93,7 +93,7 @@ from bagua.comm.store.serving import (
     serve_store_at as serve_store_at,
     thread_store as thread_store,
 )
-from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
+from bagua.comm.torch_backend.work import CallbackThread as CallbackThread
 from bagua.comm.torch_backend.creation import install_torch_backend as install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
 from bagua.comm.torch_forms.factors import *

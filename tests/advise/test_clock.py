@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from bagua.advise import Message, Run, StepMeter, clock
+from bagua.advise import Message, Run, StepMeter
+from bagua.advise import measure as clock
 from bagua.advise.rehearse import _Journal, _Reading
 from bagua.comm import Call, CallRecord, Place
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.group import solo_group
-from bagua.comm.torch_backend.futures import CallbackThread
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.comm.torch_backend.starter import CallStarter
-from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
+from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError, PeerLostError
 

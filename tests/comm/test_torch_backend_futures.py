@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.comm.torch_backend.futures import CallbackThread, in_callback
+from bagua.comm.torch_backend.work import CallbackThread, in_callback
 from bagua.comm.work import Work, joined
 from bagua.errors import CommunicatorClosedError
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import bagua.torch_api
 from bagua.comm import create_torch_group, torch_private
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.comm.torch_backend.futures import PlainFutures
+from bagua.comm.torch_backend.work import PlainFutures
 from bagua.errors import CommunicatorClosedError, PeerLostError
 
 pytestmark = pytest.mark.shm

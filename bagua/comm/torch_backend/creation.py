@@ -18,10 +18,9 @@ from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
-from bagua.comm.torch_backend.futures import CallFuture
 from bagua.comm.torch_backend.group import TorchGroup, open_groups
 from bagua.comm.torch_backend.starter import CallStarter, CpuStandIn, TorchBackendOptions
-from bagua.comm.torch_backend.work import BackwardPass, TorchWork
+from bagua.comm.torch_backend.work import BackwardPass, CallFuture, TorchWork
 from bagua.comm.torch_private import (
     default_store,
     nccl_options,

@@ -17,8 +17,7 @@ from torch import Tensor
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
-from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
-from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
+from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, PlainFutures, TorchWork, in_callback
 from bagua.comm.torch_private import end_coalescing, gloo_options, set_default_timeout, start_coalescing
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError

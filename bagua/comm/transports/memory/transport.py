@@ -39,9 +39,8 @@ from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Trans
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
-from bagua.comm.transports.memory.messages import Messages
+from bagua.comm.transports.memory.messages import Messages, Wildcard, Wildcards
 from bagua.comm.transports.memory.peers import Peers
-from bagua.comm.transports.memory.wildcards import Wildcard, Wildcards
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConcurrentUseError
 
 #: ``Deadline`` of all its fields in their order, in a third of the time.

@@ -16,8 +16,7 @@ from bagua.comm.transports.base import Membership
 from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_length
 from bagua.comm.transports.memory.line import FaultHook, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
-from bagua.comm.transports.shm.attach import Attached, attach
-from bagua.comm.transports.shm.channel import DescriptorChannel
+from bagua.comm.transports.shm.attach import Attached, DescriptorChannel, attach
 from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, Location, OwnLine, PeerLine, Where
 from bagua.comm.transports.shm.segments import HEADER_BYTES, Segment, Views, allocate, find
 from bagua.errors import TransportUnavailableError
