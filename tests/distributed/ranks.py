@@ -1,4 +1,4 @@
-"""What ranks do in the tests of torch's names: run a script, and make one call in torch and here."""
+"""What ranks do in the tests of torch's names: run a script in torch and here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ import torch.distributed
 
 import bagua.comm
 import bagua.distributed
-from bagua.comm import ReduceOp
-from tests.contract.exercises import CallSetting
-from tests.contract.reference import assert_same
-from tests.programs.mirror import MIRROR, REDUCING
-from tests.programs.places import Place
-from tests.programs.programs import PAIRS
-from tests.versions import TORCH, lacks
+from tests.versions import lacks
 
 SCRIPTS = Path(__file__).with_name("scripts")
 _IMPORT = "import torch.distributed as dist\n"
@@ -63,52 +57,3 @@ def _what_gloo_has():
     except RuntimeError as error:
         if not lacks(error):
             raise
-
-
-# One call in both.
-
-WHOLE = (torch.uint8, torch.int8, torch.int32, torch.int64)
-#: Not what waits for a message that comes later; and Gloo takes lists of equal tensors only, as a script does.
-KINDS = [kind for kind in MIRROR if "object" not in kind and kind not in ("messages_with_tags", "all_to_all")]
-
-
-def gloo_has(kind, op, dtype):
-    """Whether Gloo has such a call: reductions not of bool, bits of whole numbers, in 2.12 only sums that scatter."""
-    if kind not in REDUCING or dtype is torch.int16:
-        return dtype is not torch.int16 and not (kind == "gather" and dtype.is_complex)
-    if TORCH < (2, 13) and kind.startswith("reduce_scatter") and op != ReduceOp.SUM:
-        return False
-    if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        return dtype in WHOLE
-    return dtype is not torch.bool and not (dtype.is_complex and op != ReduceOp.SUM)
-
-
-def compare_with_torch():
-    """Each kind of call gives the same bits in torch and here; how many there are, by name."""
-    warnings.simplefilter("ignore", FutureWarning)  # Torch has other plans for some of its names.
-    return {kind: sum(compare_kind(kind, op, dtype) for op, dtype in PAIRS) for kind in KINDS}
-
-
-def compare_kind(kind, op, dtype):
-    """Whether there was something to compare."""
-    if not gloo_has(kind, op, dtype) or (kind not in REDUCING and op != ReduceOp.SUM):
-        return False
-    ours = one_call(bagua.distributed, kind, op, dtype)
-    theirs = ours
-    with _what_gloo_has():
-        theirs = one_call(torch.distributed, kind, op, dtype)
-    # With more ranks, the sums of random numbers depend on the order of addition.
-    roundings = bagua.comm.get_world_size() if kind in REDUCING and bagua.comm.get_world_size() > 2 else 0
-    for one, other in zip(theirs, ours, strict=True):
-        assert_same(other, one, f"{kind} of {dtype}, {op}", rounding_steps=roundings)
-    return True
-
-
-def one_call(dist, kind, op, dtype):
-    """The results of a call through ``dist``. What Gloo leaves where there is none is its business."""
-    place = Place(dist, None, None, tuple(range(dist.get_world_size())), dist.get_rank(), outside=False)
-    exercise = MIRROR[kind](place, CallSetting((2, 3), dtype, op, root=1, options={"async_op": True}))
-    for work in exercise.works:
-        if work is not None:
-            work.wait()
-    return [] if kind == "reduce" and place.rank != 1 else exercise.touched

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from tests.contract.exercises import CallSetting, as_it_is
 from tests.contract.reference import COMPLEX, COPIED
 from tests.contract.results import strided, transposed, with_offset
-from tests.distributed.fuzzing import GROUPS, SIZE, FuzzedRanks, Step, gloo_has
-from tests.distributed.ranks import KINDS
+from tests.distributed.fuzzing import GROUPS, KINDS, SIZE, FuzzedRanks, Step, gloo_has
 from tests.programs.mirror import REDUCING
 from tests.programs.programs import PAIRS
 from tests.versions import TORCH, needs
