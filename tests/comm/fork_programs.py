@@ -77,8 +77,11 @@ def refusals() -> None:
     """Whatever would meet other ranks."""
     group = bagua.comm.get_default_group()
     comm = group.global_communicator
+    own = comm.empty(80_000, dtype=torch.float32).fill_(1.0)
+    assert bool((own == 1.0).all())
     asked = [
         lambda: comm.allreduce(torch.ones(3)),
+        lambda: comm.allreduce(own),
         lambda: comm.send(torch.ones(3), 1 - comm.rank),
         lambda: comm.broadcast_object("x"),
         lambda: comm.allreduce(torch.ones(3), async_op=True),
@@ -181,16 +184,16 @@ def leave_an_heir(how: str) -> None:
     """Rank 1 dies, or becomes another program, and a child of it lives on."""
     comm = bagua.comm.get_default_group().global_communicator
     if comm.rank == 1:
+        if os.fork() == 0:
+            sys.stdin.read()  # Until the test has ended.
+            os._exit(0)
         if how == "killed":
-            if os.fork() == 0:
-                sys.stdin.read()  # Until the test has ended.
-                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         os.execv(sys.executable, [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"])
     try:
         comm.allreduce(torch.ones(4))
     except CommunicationError as error:
-        print(type(error).__name__, flush=True)
+        print(type(error).__name__, error.peers, flush=True)
 
 
 def main(backend: str, job: str, *arguments: str) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import gc
 import json
 import multiprocessing
 import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +23,7 @@ from bagua.errors import BaguaError, TransportUnavailableError
 from bagua.testing import die
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import ramp
-from tests.comm.shm_ranks import LARGE, PIECES, communicator, demand, resources, start, summed
+from tests.comm.shm_ranks import LARGE, communicator, demand, resources, start, summed
 
 NOBODY = 65534
 CLONE_NEWPID = 0x20000000
@@ -311,24 +308,3 @@ def load_data_from_shared_memory() -> None:
         assert torch.equal(batch, want[10 * number : 10 * (number + 1)])
         comm.allreduce(torch.ones(LARGE))
     assert works()
-
-
-def leave_from_a_child() -> bool:
-    """A forked child ends as a script does, with all exit handlers, while a call of its parent is under way."""
-    comm = communicator()
-    other = bagua.comm.get_default_group().duplicate()
-    works(PIECES)
-    work = comm.allreduce(torch.ones(PIECES), async_op=True)
-    child = os.fork()
-    if child == 0:
-        started = time.monotonic()
-        atexit._run_exitfuncs()
-        gc.collect()
-        os._exit(0 if time.monotonic() - started < 15.0 else 1)
-    work.wait()
-    sys.stdout.flush()
-    clean = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    tensor = torch.ones(LARGE)
-    other.global_communicator.allreduce(tensor)
-    torch.distributed.all_reduce(tensor)
-    return clean and works() and bool((tensor == comm.size**2).all())

@@ -215,38 +215,6 @@ def wait_for_a_late_rank(late_s: float) -> float:
 # Forked children.
 
 
-def fork_while_communicating() -> None:
-    comm = communicator()
-    tensor = comm.empty(LARGE, dtype=torch.float32)
-    tensor.copy_(ramp(comm.rank, LARGE))
-    comm.allreduce(torch.ones(PIECES))
-    comm.allreduce(tensor)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if _child_behaves(comm, tensor) else 1)
-    for _ in range(20):
-        comm.allreduce(torch.ones(LARGE))
-        comm.allreduce(tensor)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    comm.barrier()
-
-
-def _child_behaves(comm: Communicator, tensor: torch.Tensor) -> bool:
-    copied = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
-    readable = bool(tensor.isfinite().all()) and bool((copied == 1.0).all())
-    try:
-        comm.allreduce(copied)
-    except BaguaError as error:
-        refused = "forked" in str(error)
-    else:
-        refused = False
-    comm.abort("by the child")
-    comm.close()
-    del copied
-    gc.collect()
-    return readable and refused
-
-
 def write_in_a_child() -> tuple[bool, bool]:
     """What a forked child writes is its own, also if it has closed what it inherited; it closes no file of its own."""
     comm = communicator()
@@ -271,24 +239,6 @@ def write_in_a_child() -> tuple[bool, bool]:
     untouched = bool((tensor == comm.size).all())
     comm.allreduce(tensor)
     return well, untouched and bool((tensor == comm.size**2).all())
-
-
-def run_another_program() -> tuple[str, tuple[int, ...]]:
-    """Rank 1, which has a forked child, goes on as another program, with the same process number."""
-    comm = communicator()
-    child = os.fork() if comm.rank == 1 else None
-    if child == 0:
-        signal.pause()  # It outlives its parent, and must not keep the others waiting.
-    processes = comm.allgather_object([os.getpid(), child])[1]
-    if comm.rank == 1:
-        os.execv("/bin/sleep", ["sleep", "120"])
-    try:
-        comm.allreduce(torch.ones(4), timeout=90.0)
-    except BaguaError as error:
-        for process in processes:
-            os.kill(process, signal.SIGKILL)
-        return type(error).__name__, getattr(error, "peers", ())
-    return "no error", ()
 
 
 # Failures.

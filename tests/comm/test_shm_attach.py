@@ -147,7 +147,3 @@ def test_a_process_that_ends_before_its_descriptor_is_open(monkeypatch: pytest.M
 
 def test_data_loaders_read_shared_memory(shm_pool) -> None:
     shm_pool.run(shm_attach_ranks.load_data_from_shared_memory, size=2)
-
-
-def test_a_forked_child_leaves_without_a_trace(shm_pool) -> None:
-    assert shm_pool.run(shm_attach_ranks.leave_from_a_child, size=2) == [True, True]
