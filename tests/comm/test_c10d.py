@@ -99,16 +99,16 @@ ABILITIES = {
 }
 
 
-def reduce_everything(comm: Communicator) -> None:
+def reduce_everything(comm: Communicator, rounds_once: bool) -> None:
     for op, legal in LEGAL:
         for dtype in REDUCED:
             for numel in (0, 1, 7) if dtype in legal else ():
-                reduce_all_ways(comm, dtype, op, numel)
+                reduce_all_ways(comm, dtype, op, numel, rounds_once)
 
 
-def reduce_all_ways(comm: Communicator, dtype: torch.dtype, op: Any, numel: int) -> None:
+def reduce_all_ways(comm: Communicator, dtype: torch.dtype, op: Any, numel: int, rounds_once: bool = False) -> None:
     for kind in REDUCING:
-        perform(kind, comm, CallSetting(shape=(numel,), dtype=dtype, op=op, root=1))
+        perform(kind, comm, CallSetting((numel,), dtype, op, root=1, rounds_once=rounds_once))
 
 
 #: Gloo takes the place of NCCL, and did not divide before torch 2.13.
@@ -117,7 +117,9 @@ DIVIDES = needs("reduce_scatter of Gloo that divides for AVG", TORCH >= (2, 13))
 
 @pytest.mark.parametrize("abilities", ["nothing", "other", pytest.param("nccl", marks=DIVIDES), "gloo"])
 def test_reductions_that_a_backend_lacks_are_supplied(abilities: str) -> None:
-    values(run(3, reduce_everything, transport=limited_to(ABILITIES[abilities])))
+    """What we fold is added in float32."""
+    job = functools.partial(reduce_everything, rounds_once=abilities == "nothing")
+    values(run(3, job, transport=limited_to(ABILITIES[abilities])))
 
 
 def copy_everything(comm: Communicator) -> None:
@@ -134,16 +136,6 @@ def copy_all_ways(comm: Communicator, dtype: torch.dtype, numel: int) -> None:
 @pytest.mark.parametrize("abilities", ["nothing", "gloo"])
 def test_copies_keep_every_bit_of_every_dtype(abilities: str) -> None:
     values(run(3, copy_everything, transport=limited_to(ABILITIES[abilities])))
-
-
-def test_sums_that_we_fold_accumulate_in_float32() -> None:
-    def job(comm: Communicator) -> float:
-        tensor = torch.tensor([[2048.0], [1.0], [1.0]][comm.rank], dtype=torch.float16)
-        comm.allreduce(tensor)
-        return tensor.item()
-
-    # 2048 + 1 is 2048 in float16.
-    assert values(run(3, job, transport=limited_to(ABILITIES["nothing"]))) == [2050.0] * 3
 
 
 class RecordingGroup:
@@ -315,26 +307,6 @@ def test_a_failed_wait_for_a_message_ends_it_everywhere() -> None:
     assert isinstance(error, PeerLostError)
     assert error.peers == (0,)
     assert "lost rank 0: it gave up" in str(error)
-
-
-def test_messages_wait_in_any_order() -> None:
-    def job(comm: Communicator) -> list[float]:
-        other = 1 - comm.rank
-        first, second = torch.zeros(1), torch.zeros(1)
-        if comm.rank == 0:
-            receiving = comm.recv(first, other, async_op=True)
-            sending = comm.send(torch.tensor([5.0]), other, async_op=True)
-            sending.wait()
-            comm.send(torch.tensor([6.0]), other)
-            receiving.wait()
-            assert receiving.is_completed()
-        else:
-            comm.recv(first, other)
-            comm.recv(second, other)
-            comm.send(first + second, other)
-        return [first.item(), second.item()]
-
-    assert values(run(2, job)) == [[11.0, 0.0], [5.0, 6.0]]
 
 
 def test_works_that_outlive_their_communicator_raise() -> None:

@@ -202,12 +202,6 @@ def collectives_waited_for_in_another_order(comm: Communicator) -> None:
     assert [tensor[0].item() for tensor in tensors] == [0.0, 2.0, 4.0, 6.0]
 
 
-def a_message_to_oneself(comm: Communicator) -> None:
-    tensor = torch.empty(2)
-    comm.sendrecv(tensor, torch.ones(2), comm.rank, comm.rank)
-    assert tensor.equal(torch.ones(2))
-
-
 def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
     member = comm._transport.membership
     second = Communicator(checked(replace(member, store=PrefixStore("second", member.store))), 5.0)
@@ -233,7 +227,6 @@ def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
         a_collective_is_started_before_a_message_is_awaited,
         messages_in_a_row_keep_their_order,
         collectives_waited_for_in_another_order,
-        a_message_to_oneself,
         two_communicators_waited_for_crosswise,
     ],
 )
@@ -351,21 +344,6 @@ def test_a_message_never_starts_before_an_earlier_one(kind: str) -> None:
     for _ in range(10):
         transport.advance()
     assert order == [1, 2]
-
-
-@pytest.mark.parametrize("message", [False, True])
-def test_a_rank_that_never_comes_is_a_timeout(message: bool) -> None:
-    def job(comm: Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeoutError) as caught:
-                if message:
-                    comm.recv(torch.ones(1), 1, timeout=0.2)
-                else:
-                    comm.allreduce(torch.ones(1), timeout=0.2)
-            assert caught.value.peers == (1,)
-            assert started(comm) == []
-
-    values(run(2, job, transport=checked))
 
 
 def test_closing_ends_calls_that_have_not_started() -> None:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua.comm import ReduceOp
-from bagua.comm.reduction import bytes_reduction, check_communicable, divide, fold, reduction_name
+from bagua.comm.reduction import check_communicable, divide, fold, reduction_name
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
-from tests.contract.reference import COPIED, LEGAL, REDUCED, assert_same, reduced, values
+from tests.contract.reference import COPIED, LEGAL
 
 NAMES = {
     ReduceOp.SUM: "sum",
@@ -20,7 +20,6 @@ NAMES = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
-PAIRS = [(op, dtype) for op, dtypes in LEGAL for dtype in dtypes if dtype is not torch.bool]
 
 
 @pytest.mark.parametrize(("op", "legal"), LEGAL, ids=[str(op) for op, _ in LEGAL])
@@ -48,48 +47,6 @@ def test_dtypes_that_travel():
         check_communicable(dtype, "tensor")
     with pytest.raises(InvalidTensorError, match="bits16"):
         check_communicable(torch.bits16, "tensor")
-
-
-@given(
-    st.sampled_from(PAIRS),
-    st.integers(1, 5),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.one_of(st.none(), st.integers(0, 4)),
-)
-def test_folding_is_plain_arithmetic_wherever_the_result_goes(pair, size, numel, seed, place):
-    op, dtype = pair
-    inputs = [values((numel,), dtype, seed + 10 * rank) for rank in range(size)]
-    expected = reduced(inputs, op)
-    parts = [part.clone() for part in inputs]
-    out = torch.empty(numel, dtype=dtype) if place is None else parts[place % size]
-    assert fold(parts, NAMES[op], out) is out
-    assert_same(out, expected, f"{op} of {dtype}", rounding_steps=size)
-    for rank, (part, before) in enumerate(zip(parts, inputs, strict=True)):
-        if part is not out:
-            assert_same(part, before, f"part {rank}, which is only read")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_floats_accumulate_in_float32(dtype):
-    large = 1 / torch.finfo(dtype).eps * 2
-    parts = [torch.tensor([large], dtype=dtype), *[torch.tensor([1.0], dtype=dtype)] * 4]
-    assert fold(parts, "sum", torch.empty(1, dtype=dtype)).item() == large + 4
-
-
-@pytest.mark.parametrize(("op", "legal"), LEGAL, ids=[str(op) for op, _ in LEGAL])
-def test_bools_as_bytes(op, legal):
-    if torch.bool not in legal:
-        return
-    inputs = [values((64,), torch.bool, seed) for seed in range(3)]
-    as_bytes = [part.view(torch.uint8) for part in inputs]
-    result = fold(as_bytes, bytes_reduction(NAMES[op]), torch.empty(64, dtype=torch.uint8))
-    assert_same(result.view(torch.bool), reduced(inputs, op), f"{op} of bool")
-    assert int(result.max()) <= 1
-
-
-def test_every_reducible_dtype_is_in_some_reduction():
-    assert {dtype for _, dtypes in LEGAL for dtype in dtypes} == set(REDUCED)
 
 
 @given(

@@ -197,12 +197,3 @@ def test_the_fault_hook_ends_with_its_context() -> None:
     with inject_fault(hook):
         pass
     assert values(run(2, lambda comm: comm.barrier())) == [None, None]
-
-
-def test_a_message_to_oneself_arrives() -> None:
-    def job(comm: Communicator) -> list[float]:
-        received = torch.zeros(3)
-        comm.sendrecv(received, torch.full((3,), comm.rank + 1.0), comm.rank, comm.rank)
-        return received.tolist()
-
-    assert values(run(2, job)) == [[1.0] * 3, [2.0] * 3]

@@ -84,8 +84,9 @@ def try_wrong_tensors() -> None:
         for case in calls_with(bad, good, (comm.rank + 1) % comm.size):
             expect(*case)
     try_outputs_that_overlap_themselves()
-    expect(lambda c: c.allreduce_coalesced(good), InvalidTensorError, "tensors")  # type: ignore[arg-type]
-    expect(lambda c: c.broadcast_coalesced(good), InvalidTensorError, "tensors")  # type: ignore[arg-type]
+    for none_at_all in (good, 5, None):
+        expect(lambda c, given=none_at_all: c.allreduce_coalesced(given), InvalidTensorError, "tensors")
+        expect(lambda c, given=none_at_all: c.broadcast_coalesced(given), InvalidTensorError, "tensors")
     assert good.tolist() == [1.0] * comm.size
     perform("allreduce", comm, CallSetting())
 

@@ -173,6 +173,13 @@ def overlap_output_and_input() -> None:
     assert_same(line[3:], expected, "sendrecv onto its input")
 
 
+def send_to_oneself() -> None:
+    comm = communicator()
+    received = torch.zeros(3, device=home(comm))
+    comm.sendrecv(received, torch.full_like(received, comm.rank + 1.0), comm.rank, comm.rank)
+    assert received.tolist() == [comm.rank + 1.0] * 3
+
+
 def use_other_shapes() -> None:
     """Only the number of elements counts."""
     comm = communicator()
