@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from typing import Any
 
 import torch
 import torch.distributed
@@ -18,8 +14,6 @@ import torch.distributed
 import bagua.comm
 import bagua.distributed
 import bagua.torch_api
-from bagua.comm.store.serving import connect_store, serve_store
-from bagua.testing import PRELOADED
 from tests.contract.exercises import CallSetting, Exercise, as_it_is
 from tests.contract.reference import assert_same
 from tests.programs.mirror import MIRROR, REDUCING
@@ -29,7 +23,6 @@ SIZE = 3
 #: All ranks, and groups of some: numbers of ranks in a group are not those of the ranks.
 GROUPS = ((0, 1, 2), (1, 2), (0, 2))
 GLOO = "gloo of torch"
-_TIMEOUT_S, _ANSWER_S = 30.0, 90.0
 #: Not what waits for a message that comes later; and Gloo takes lists of equal tensors only.
 KINDS = [kind for kind in MIRROR if "object" not in kind and kind not in ("messages_with_tags", "all_to_all")]
 #: Gloo moves these between two ranks only.
@@ -61,77 +54,12 @@ def gloo_has(step: Step) -> bool:
     return not (step.kind == "gather" and dtype.is_complex)
 
 
-class FuzzedRanks:
-    """Three processes that stay, with all groups connected. After a failure the next program gets new ones."""
-
-    def __init__(self) -> None:
-        self._store: Any = None
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-
-    def run(self, program: Sequence[Step]) -> None:
-        """Make all calls on all ways, and compare.
-
-        Raises:
-            AssertionError: what a rank has to say.
-        """
-        if not self._pipes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send(program)
-        waiting = list(self._pipes)
-        while waiting:
-            ready = wait(waiting, _ANSWER_S)
-            if found := "\n".join(filter(None, map(self._answer, ready))) if ready else "no rank answers":
-                self.end()  # The others may wait for ever for the one that failed.
-                raise AssertionError(found)
-            waiting = [pipe for pipe in waiting if pipe not in ready]
-
-    def _answer(self, pipe: Any) -> str:
-        """What went wrong on a rank."""
-        try:
-            return pipe.recv()
-        except EOFError:
-            return "a rank died"
-
-    def _start(self) -> None:
-        self._store, port = serve_store()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        for rank in range(SIZE):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, port), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def end(self) -> None:
-        """Leave no process."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._store, self._processes, self._pipes = None, [], []
-
-
-def _serve(pipe: Connection, rank: int, port: int) -> None:
-    """Run the programs that come, until no more can come."""
-    torch.set_num_threads(1)
+def run_programs(programs: Sequence[Sequence[Step]]) -> None:
+    """Make all calls on all ways, and compare."""
     warnings.simplefilter("ignore")  # Torch has other plans for some of its names.
-    try:
-        bagua.comm.init_process_group(
-            store=connect_store(port, _TIMEOUT_S), rank=rank, world_size=SIZE, timeout=_TIMEOUT_S
-        )
-        ways = _ways(rank)
-        while True:
-            _run(ways, pipe.recv())
-            pipe.send("")
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(f"rank {rank}: {traceback.format_exc()}")
+    ways = _ways(bagua.comm.get_rank())
+    for program in programs:
+        _run(ways, program)
 
 
 def _ways(rank: int) -> dict[str, list[Place | None]]:

@@ -10,17 +10,16 @@ are made and checked, but there is nothing to compare with. Minima with NaN are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from bagua.testing import ProcessRanks
 from tests.contract.exercises import CallSetting, as_it_is
 from tests.contract.reference import COMPLEX, COPIED
 from tests.contract.results import strided, transposed, with_offset
-from tests.distributed.fuzzing import GROUPS, KINDS, SIZE, FuzzedRanks, Step, gloo_has
+from tests.distributed.fuzzing import GROUPS, KINDS, SIZE, Step, gloo_has, run_programs
 from tests.programs.mirror import REDUCING
 from tests.programs.programs import PAIRS
 from tests.versions import TORCH, needs
@@ -49,27 +48,21 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(kind, draw(st.sampled_from(range(len(GROUPS)))), setting)
 
 
-@pytest.fixture
-def fuzzed_ranks() -> Iterator[FuzzedRanks]:
-    ranks = FuzzedRanks()
-    yield ranks
-    ranks.end()
-
-
 @pytest.mark.timeout(3_600)  # 50,000 calls take about ten minutes.
-def test_programs_give_what_gloo_gives(fuzzed_ranks: FuzzedRanks) -> None:
-    seen: list[Step] = []
+def test_programs_give_what_gloo_gives() -> None:
+    programs: list[list[Step]] = []
 
     # The message names the call; shrinking would start new processes for each program that fails.
     @settings(phases=[Phase.generate])
     @given(st.lists(steps(), min_size=LENGTH, max_size=LENGTH))
-    def run(program: list[Step]) -> None:
-        seen.extend(program)
-        fuzzed_ranks.run(program)
+    def draw(program: list[Step]) -> None:
+        programs.append(program)
 
-    run()
+    draw()
+    seen = [step for program in programs for step in program]
     assert len(seen) >= 2_000
     assert sum(map(gloo_has, seen)) > 0.7 * len(seen)
     assert {step.kind for step in seen} == set(KINDS)
     pairs = {(step.setting.op, step.setting.dtype) for step in seen if step.kind in REDUCING}
     assert len(pairs) > 0.9 * len(REDUCTIONS)
+    ProcessRanks(SIZE, backend="shm", timeout_s=30.0, deadline_s=3_000.0).run(run_programs, programs)
