@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.base import Membership, Transport
+from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.memory.line import Notice, rows
 from bagua.comm.transports.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
 from tests.contract.exercises import TENSOR_KINDS, CallSetting, perform
@@ -76,6 +77,19 @@ def run(
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), f"ranks hang: {outcomes}"
     return outcomes
+
+
+def run_on_gloo(
+    size: int,
+    job: Callable[[Communicator], Any],
+    *,
+    backend: str = "gloo",
+    timeout_s: float = 20.0,
+    transport: Callable[[Membership], Transport] | None = None,
+) -> list[Any]:
+    """The same on Gloo. Nobody closes what another rank still connects to, or uses."""
+    made = transport or (lambda member: C10dTransport(backend, member))
+    return run(size, job, transport=made, timeout_s=timeout_s, together=True, label="test")
 
 
 def values(outcomes: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.utils._pytree import tree_leaves
 
+import bagua.comm
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
@@ -34,11 +35,10 @@ from bagua.errors import (
     PeerLostError,
     TransportUnavailableError,
 )
-from tests.comm.c10d_ranks import run
-from tests.comm.memory_ranks import membership, values
+from tests.comm.memory_ranks import membership, run_on_gloo, values
 from tests.contract.exercises import CallSetting, perform
 from tests.contract.reference import COPIED, LEGAL, REDUCED
-from tests.contract.results import COPYING, REDUCING
+from tests.contract.results import COPYING, REDUCING, exercise_all
 from tests.versions import TORCH, needs
 
 pytestmark = pytest.mark.gloo
@@ -119,7 +119,7 @@ DIVIDES = needs("reduce_scatter of Gloo that divides for AVG", TORCH >= (2, 13))
 def test_reductions_that_a_backend_lacks_are_supplied(abilities: str) -> None:
     """What we fold is added in float32."""
     job = functools.partial(reduce_everything, rounds_once=abilities == "nothing")
-    values(run(3, job, transport=limited_to(ABILITIES[abilities])))
+    values(run_on_gloo(3, job, transport=limited_to(ABILITIES[abilities])))
 
 
 def copy_everything(comm: Communicator) -> None:
@@ -135,7 +135,7 @@ def copy_all_ways(comm: Communicator, dtype: torch.dtype, numel: int) -> None:
 
 @pytest.mark.parametrize("abilities", ["nothing", "gloo"])
 def test_copies_keep_every_bit_of_every_dtype(abilities: str) -> None:
-    values(run(3, copy_everything, transport=limited_to(ABILITIES[abilities])))
+    values(run_on_gloo(3, copy_everything, transport=limited_to(ABILITIES[abilities])))
 
 
 class RecordingGroup:
@@ -195,7 +195,7 @@ def test_a_deadline_is_never_no_deadline() -> None:
 def test_a_backend_that_was_built_is_closed_if_the_next_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(GlooGroup, "close", lambda group: closed.append(group.rank))
-    for outcome in run(2, lambda _: None, backend="cpu:gloo,cuda:nowhere"):
+    for outcome in run_on_gloo(2, lambda _: None, backend="cpu:gloo,cuda:nowhere"):
         assert isinstance(outcome, TransportUnavailableError)
     assert sorted(closed) == [0, 1]
 
@@ -207,7 +207,7 @@ def test_a_name_may_hold_a_backend_for_each_device() -> None:
         assert tensor.equal(torch.full((3,), 2.0))
         return comm.backend, comm.device_types
 
-    assert values(run(2, job, backend="cpu:gloo")) == [("cpu:gloo", frozenset({"cpu"}))] * 2
+    assert values(run_on_gloo(2, job, backend="cpu:gloo")) == [("cpu:gloo", frozenset({"cpu"}))] * 2
     assert split_name("CPU:Gloo, cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -216,7 +216,7 @@ def test_a_backend_that_does_not_exist_is_refused() -> None:
     assert isinstance(refusal, TransportUnavailableError)
     assert "carrier-pigeon" in str(refusal)
     assert c10d_refusal("gloo") is None
-    outcomes = run(2, lambda _: None, backend="carrier-pigeon")
+    outcomes = run_on_gloo(2, lambda _: None, backend="carrier-pigeon")
     assert all(isinstance(outcome, TransportUnavailableError) for outcome in outcomes)
 
 
@@ -254,7 +254,7 @@ def test_a_backend_registered_with_torch_serves(name: str) -> None:
         comm.barrier()
         return comm.backend
 
-    assert values(run(3, job, backend=name)) == [name] * 3
+    assert values(run_on_gloo(3, job, backend=name)) == [name] * 3
     assert TinyBackends.made.count(name) == 3
 
 
@@ -270,7 +270,7 @@ def test_tensors_of_other_devices_travel_by_way_of_the_cpu() -> None:
         assert output.equal(torch.full((6,), 1.0))
         transport._start_staged(Call("barrier", 3, torch.uint8), None, None, 5.0, True).wait()
 
-    values(run(2, job))
+    values(run_on_gloo(2, job))
 
 
 # Failure and the end.
@@ -292,7 +292,7 @@ def test_a_deadline_that_passed_before_anybody_waited() -> None:
             work.wait()
         return caught.value.peers
 
-    assert values(run(2, job))[0] == (1,)
+    assert values(run_on_gloo(2, job))[0] == (1,)
 
 
 def test_a_failed_wait_for_a_message_ends_it_everywhere() -> None:
@@ -303,7 +303,7 @@ def test_a_failed_wait_for_a_message_ends_it_everywhere() -> None:
             comm.recv(torch.ones(2), 1, async_op=True).wait(0.2)
         return None
 
-    _, error = run(2, job)
+    _, error = run_on_gloo(2, job)
     assert isinstance(error, PeerLostError)
     assert error.peers == (0,)
     assert "lost rank 0: it gave up" in str(error)
@@ -322,7 +322,7 @@ def test_works_that_outlive_their_communicator_raise() -> None:
         with pytest.raises(CommunicatorClosedError):
             comm.barrier()
 
-    values(run(2, job))
+    values(run_on_gloo(2, job))
 
 
 def test_closing_during_a_call_of_another_thread_wakes_the_peers() -> None:
@@ -346,7 +346,7 @@ def test_closing_during_a_call_of_another_thread_wakes_the_peers() -> None:
             waiting.join(60)
         return errors
 
-    (closed,), (lost,) = values(run(2, job))
+    (closed,), (lost,) = values(run_on_gloo(2, job))
     assert isinstance(closed, CommunicatorClosedError)
     assert isinstance(lost, PeerLostError)
     assert "lost rank 0: it closed its communicator during a call" in str(lost)
@@ -375,7 +375,7 @@ def test_closing_frees_the_backend_without_the_garbage_collector() -> None:
 
     gc.disable()
     try:
-        assert [lowering() for lowering in values(run(2, job))] == [None, None]
+        assert [lowering() for lowering in values(run_on_gloo(2, job))] == [None, None]
     finally:
         gc.enable()
 
@@ -391,10 +391,10 @@ def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
             comm.abort("to see what stays")
         return weakref.ref(comm._transport)
 
-    run(2, job)  # What the first use of Gloo in a process opens may stay.
+    run_on_gloo(2, job)  # What the first use of Gloo in a process opens may stay.
     gc.collect()
     before_sockets, before_threads = sockets(), threading.active_count()
-    transports = values(run(2, job))
+    transports = values(run_on_gloo(2, job))
     gc.collect()
     until = time.monotonic() + 60
     while (sockets() > before_sockets or threading.active_count() > before_threads) and time.monotonic() < until:
@@ -478,7 +478,7 @@ def test_closing_ends_the_call_that_another_thread_waits_for(kind: str, monkeypa
         called.set()
         return errors
 
-    (error,), _ = values(run(2, job, timeout_s=600.0))
+    (error,), _ = values(run_on_gloo(2, job, timeout_s=600.0))
     assert isinstance(error, CommunicatorClosedError)
     assert error.rank == 0
     assert f"{kind}(" in str(error.call)
@@ -498,7 +498,7 @@ def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:
             received.wait()
         return kept
 
-    assert max(values(run(2, job))) <= 33
+    assert max(values(run_on_gloo(2, job))) <= 33
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -514,7 +514,7 @@ def test_a_rank_that_dies_while_others_connect_is_named(dies: bool, monkeypatch:
         raise TransportUnavailableError("no connection", rank=members.rank, elapsed_s=1.0)
 
     monkeypatch.setattr(c10d, "create_group", create)
-    outcomes = run(3, lambda _: None)
+    outcomes = run_on_gloo(3, lambda _: None)
     if not dies:
         assert [type(outcome) for outcome in outcomes] == [TransportUnavailableError] * 3
         return
@@ -522,3 +522,26 @@ def test_a_rank_that_dies_while_others_connect_is_named(dies: bool, monkeypatch:
         assert isinstance(outcome, PeerLostError)
         assert (outcome.rank, outcome.peers) == (rank, (2,))
         assert isinstance(outcome.__cause__, TransportUnavailableError)
+
+
+# Which shares travel as messages, both directions at a time; and that all of them arrive.
+
+
+#: Elements of float32 in a share: just below and just from where messages begin.
+BELOW, FROM = 16 * 1024 - 1, 16 * 1024
+
+
+def exchange() -> list[bool]:
+    exercise_all(CallSetting(shape=(FROM,)))
+    exercise_all(CallSetting(shape=(FROM,), dtype=torch.complex64))  # Which Gloo moves as bytes.
+    transport = bagua.comm.get_default_group().global_communicator._transport
+    assert isinstance(transport, C10dTransport)
+    return [
+        transport._default.takes_messages(Call(kind, 1, torch.float32, numel, "sum"))
+        for kind in ("alltoall", "allgather", "allreduce")
+        for numel in (BELOW, FROM)
+    ]
+
+
+def test_large_shares_are_messages(process_ranks) -> None:
+    assert process_ranks(3, exchange) == [[False, True, False, True, False, False]] * 3

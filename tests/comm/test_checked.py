@@ -17,8 +17,7 @@ from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.checked import CheckedTransport, fingerprint_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
-from tests.comm.c10d_ranks import run
-from tests.comm.memory_ranks import values
+from tests.comm.memory_ranks import run_on_gloo, values
 
 pytestmark = pytest.mark.gloo
 
@@ -58,7 +57,7 @@ def disagreement(*calls: Callable[[Communicator], Any], starts: bool = False) ->
             comm.barrier()
         return caught.value
 
-    return values_of_errors(run(len(calls), job, transport=checked))
+    return values_of_errors(run_on_gloo(len(calls), job, transport=checked))
 
 
 def values_of_errors(outcomes: list[Any]) -> list[Any]:
@@ -231,7 +230,7 @@ def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
     ],
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
-    values(run(2, program, transport=checked))
+    values(run_on_gloo(2, program, transport=checked))
 
 
 def test_any_source_passes_over_the_rank_that_an_earlier_receive_waits_for() -> None:
@@ -247,7 +246,7 @@ def test_any_source_passes_over_the_rank_that_an_earlier_receive_waits_for() -> 
                 comm.recv(message, 0)
             comm.send(torch.ones(1), 0)
 
-    values(run(3, job, transport=checked))
+    values(run_on_gloo(3, job, transport=checked))
 
 
 def test_any_source_does_not_miss_a_rank_that_has_left() -> None:
@@ -263,7 +262,7 @@ def test_any_source_does_not_miss_a_rank_that_has_left() -> None:
             assert left.wait(60)
             comm.send(torch.ones(1), 0)
 
-    values(run(3, job, transport=checked))
+    values(run_on_gloo(3, job, transport=checked))
 
 
 def test_any_source_ends_when_a_rank_breaks_the_communicator() -> None:
@@ -275,7 +274,7 @@ def test_any_source_ends_when_a_rank_breaks_the_communicator() -> None:
             comm.recv_any(torch.empty(1))
         assert caught.value.peers == (1,)
 
-    values(run(2, job, transport=checked))
+    values(run_on_gloo(2, job, transport=checked))
 
 
 @pytest.mark.parametrize("kind", ["send", "recv", "recv_any"])
@@ -287,7 +286,7 @@ def test_a_message_that_nobody_matches_ends_at_its_deadline(kind: str) -> None:
         assert not comm.usable
         return caught.type
 
-    assert CollectiveTimeoutError in values(run(2, job, transport=checked))
+    assert CollectiveTimeoutError in values(run_on_gloo(2, job, transport=checked))
 
 
 class LateTransport(Transport):
@@ -355,4 +354,4 @@ def test_closing_ends_calls_that_have_not_started() -> None:
                 with pytest.raises(CommunicatorClosedError):
                     work.wait(5)
 
-    values(run(2, job, transport=checked))
+    values(run_on_gloo(2, job, transport=checked))

@@ -18,8 +18,7 @@ from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import Family, family
 from bagua.comm.transports.c10d.groups import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
-from tests.comm.c10d_ranks import run
-from tests.comm.memory_ranks import values
+from tests.comm.memory_ranks import run_on_gloo, values
 from tests.launching import PATIENCE_S, launched
 
 PROGRAM = ("-m", "tests.comm.fork_programs")
@@ -83,7 +82,7 @@ def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
             comm.allreduce(torch.ones(3))
         comm._transport.close()  # There is no parent that would.
 
-    values(run(2, in_a_child))
+    values(run_on_gloo(2, in_a_child))
 
 
 def test_a_group_that_another_thread_closes_keeps_no_lock_in_a_child() -> None:

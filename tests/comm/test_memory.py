@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,9 +13,18 @@ import torch
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import exchange as memory_exchange
-from bagua.comm.transports.memory.line import Notice, Step, rows
-from bagua.comm.transports.threads import ThreadsTransport
-from bagua.errors import CollectiveMismatchError
+from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
+from bagua.comm.transports.memory.line import Deadline, Notice, Step, rows
+from bagua.comm.transports.threads import RankKilled, ThreadsTransport
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    PeerLostError,
+)
 from tests.comm.memory_ranks import CALLS, KINDS, LARGE, StagedTransport, agrees, run, values
 
 pytestmark = pytest.mark.threads
@@ -171,3 +181,251 @@ def test_autograd_notices_what_is_written(transport: type[ThreadsTransport], num
 
     # Who only gives, to a broadcast or to a reduction, has nothing to notice.
     assert values(run(2, change, transport=transport)) == [[True, True, False, True], [True, True, True, False]]
+
+
+# Receives from any rank: who is missed, and in which order messages are taken.
+
+
+def test_ranks_that_closed_in_peace_are_not_missed_until_none_is_left() -> None:
+    gone = threading.Event()
+
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            comm.close()
+            gone.set()
+            return None
+        if comm.rank == 2:
+            gone.wait(10)
+            comm.send(torch.ones(1), 0)
+            comm.close()
+            return None
+        gone.wait(10)
+        first = comm.recv_any(torch.zeros(1))
+        with pytest.raises(PeerLostError, match="it closed its communicator"):
+            comm.recv_any(torch.zeros(1))
+        return first
+
+    assert values(run(3, part, close=False))[0] == 2
+
+
+@pytest.mark.parametrize("step", ["offer", "settle"])
+def test_a_sender_that_dies_is_an_error_of_the_receiver(step: str) -> None:
+    def fault(at: Step) -> None:
+        if at.rank == 1 and at.name == step:
+            raise RankKilled
+
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            comm.send(torch.ones(1), 0)
+        return comm.recv_any(torch.zeros(1), timeout=5.0)
+
+    received, _ = run(2, part, fault=fault)
+    assert isinstance(received, PeerLostError) or (step == "settle" and received == 1), f"{received!r}"
+
+
+def test_receives_by_name_that_come_later_wait_for_the_message_that_is_not_theirs() -> None:
+    """The lane of the named receive is quicker here: it begins before the wildcard is looked at."""
+    slow, named = threading.Event(), threading.Event()
+
+    def fault(at: Step) -> None:
+        if at.rank == 0 and at.name == "want" and not slow.is_set():
+            slow.set()
+            named.wait(0.2)  # The wildcard is about to take its message, and stops here.
+
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            for number in (1.0, 2.0):
+                comm.send(torch.tensor([number]), 0)
+            return None
+        tensors = torch.zeros(1), torch.zeros(1)
+        works = comm.recv_any(tensors[0], async_op=True), comm.recv(tensors[1], 1, async_op=True)
+        for work in works:
+            assert work is not None
+            assert not isinstance(work, int)
+            work.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert values(run(2, part, fault=fault))[0] == [1.0, 2.0]
+
+
+def test_messages_are_exchanged_while_one_from_any_rank_is_awaited() -> None:
+    def part(comm: Communicator) -> object:
+        other = 1 - comm.rank
+        tensors = torch.zeros(1), torch.zeros(1)
+        work = comm.recv_any(tensors[0], async_op=True)
+        assert work is not None
+        assert not isinstance(work, int)
+        both = comm.sendrecv(tensors[1], torch.tensor([5.0]), other, other, async_op=True)
+        comm.send(torch.tensor([7.0]), other)
+        assert both is not None
+        both.wait()
+        assert work.result() == other
+        return [tensor.item() for tensor in tensors]
+
+    assert values(run(2, part)) == [[5.0, 7.0]] * 2
+
+
+def test_a_broken_communicator_ends_the_wait() -> None:
+    waiting = threading.Event()
+
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            waiting.wait(10)
+            comm.abort("because of this test")
+            return None
+        work = comm.recv_any(torch.zeros(1), async_op=True)
+        assert not isinstance(work, int)
+        waiting.set()
+        with pytest.raises(CommunicationError, match="because of this test"):
+            work.wait()
+        return None
+
+    values(run(2, part))
+
+
+def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            comm.send(torch.ones(1), 0)
+            return None
+        lanes = comm._transport._lanes
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "submit", refuse)
+            with pytest.raises(ConcurrentUseError):
+                comm.recv_any(torch.zeros(1))
+        message = torch.zeros(1)
+        comm.recv(message, 1, timeout=5.0)
+        return message.item()
+
+    assert values(run(2, part))[0] == 1.0
+
+
+def refuse(*_: object) -> None:
+    raise ConcurrentUseError("in the middle of another call")
+
+
+# Calls of one lane: in order, and known to be over to those who wait before others are told.
+
+
+LANE: Lane = ("collective", -1)
+
+
+def deadline(timeout_s: float = 5.0) -> Deadline:
+    return Deadline(time.perf_counter() + timeout_s, timeout_s)
+
+
+def test_who_waits_wakes_before_callbacks_run() -> None:
+    """A future's callback waits for the lock that the waiting thread holds."""
+    lanes, begin, woken = Lanes("test"), threading.Event(), threading.Event()
+    pending = LaneHandle([lanes.submit(LANE, begin.wait)], deadline(), lambda _: None)
+    told: list[bool] = []
+    pending.notify(lambda: told.append(woken.wait(5)))
+    threading.Timer(0.05, begin.set).start()
+    pending.wait()
+    woken.set()
+    assert lanes.stop(5)
+    assert told == [True]
+
+
+def test_a_callback_that_comes_late_runs_at_once() -> None:
+    part, told = LaneTask(lambda: None), []
+    part.when_done(lambda _: told.append("early"))
+    part.run()
+    part.when_done(lambda _: told.append("late"))
+    assert told == ["early", "late"]
+
+
+def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
+    lanes, never = Lanes("test"), threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    parts = [lanes.submit(("send", 1), never.wait), lanes.submit(("recv", 1), fail)]
+    with pytest.raises(ZeroDivisionError):
+        LaneHandle(parts, deadline(), lambda _: None).wait()
+    never.set()
+    assert lanes.stop(5)
+
+
+def test_a_wait_that_is_given_up_says_so() -> None:
+    lanes, never, reasons = Lanes("test"), threading.Event(), []
+    with pytest.raises(CollectiveTimeoutError):
+        LaneHandle([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
+    assert reasons == ["it gave up after a wait of 0.01 s"]
+    never.set()
+    assert lanes.stop(5)
+    with pytest.raises(CommunicatorClosedError):
+        lanes.submit(LANE, never.wait)
+
+
+class FailingPart(LaneTask):
+    """Fails right after its error was looked at for the ``looks``-th time."""
+
+    __slots__ = ("looks", "what")
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.what = looks, None
+        super().__init__(lambda: None)
+
+    @property
+    def error(self) -> BaseException | None:
+        found, self.looks = self.what, self.looks - 1
+        if self.looks == 0:
+            self.what = ZeroDivisionError()
+            self.end()
+        return found
+
+    @error.setter
+    def error(self, what: BaseException | None) -> None:
+        assert what is None
+
+
+@pytest.mark.parametrize("looks", range(1, 5))
+def test_a_part_that_fails_between_two_looks_is_not_taken_for_complete(looks: int) -> None:
+    pending = LaneHandle([FailingPart(looks)], deadline(), lambda _: None)
+    with pytest.raises((ZeroDivisionError, CollectiveTimeoutError)):
+        pending.wait(0.0)
+
+
+def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
+    lanes, begun = Lanes("test"), threading.Event()
+    inline, parts = lanes.inline([LANE], lambda: None, deadline(), lambda _: None), []
+    thread = threading.Thread(target=lambda: parts.append(lanes.submit(LANE, begun.set)))
+    thread.start()
+    thread.join(60)
+    assert not lanes.idle(LANE)
+    assert not inline.is_completed()
+    lanes.abandon()
+    assert begun.wait(60)
+    assert lanes.stop(5)
+    assert parts[0].done
+
+
+# Copying flat tensors, below and above the size from which the C library does it.
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("nbytes", [0, 1 << 10, (1 << 18) + 48], ids=str)
+def test_every_byte_arrives_and_no_other_changes(nbytes, dtype):
+    numel = nbytes // dtype.itemsize
+    source = torch.randint(0, 2, (numel + 2,)).to(dtype)
+    target = torch.ones(numel + 2, dtype=dtype)
+    copy_flat(target[1:-1], source[1:-1])
+    assert torch.equal(target[1:-1], source[1:-1])
+    assert target[0] == target[-1] == 1
+
+
+def test_what_does_not_fit_is_never_copied():
+    target = torch.zeros(1 << 17)
+    for source in (torch.ones(1 << 16), torch.ones(1 << 17, dtype=torch.float64), torch.ones(1 << 18)[::2]):
+        with pytest.raises(AssertionError):
+            copy_flat(target, source)
+    assert not target.any()
+
+
+def test_tensors_of_inference_mode_are_copied_into():
+    with torch.inference_mode():
+        target = torch.zeros(1 << 17)
+        copy_flat(target, torch.ones(1 << 17))
+    assert target.all()

@@ -12,8 +12,7 @@ from bagua.comm import composed, get_default_group
 from bagua.comm.communicator import Communicator
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from bagua.testing import ThreadRanks
-from tests.comm import c10d_ranks
-from tests.comm.memory_ranks import values
+from tests.comm.memory_ranks import run_on_gloo, values
 
 
 def on_threads(size: int, job: Callable[[Communicator], Any]) -> list[Any]:
@@ -21,7 +20,7 @@ def on_threads(size: int, job: Callable[[Communicator], Any]) -> list[Any]:
 
 
 def on_gloo(size: int, job: Callable[[Communicator], Any]) -> list[Any]:
-    return values(c10d_ranks.run(size, job))
+    return values(run_on_gloo(size, job))
 
 
 WAYS = [pytest.param(on_threads, marks=pytest.mark.threads), pytest.param(on_gloo, marks=pytest.mark.gloo)]

@@ -1,7 +1,7 @@
 """Random programs of calls on every transport, against what plain tensors give.
 
 ``HYPOTHESIS_PROFILE=thorough`` tries many more of them. What is drawn here, and that it finds mistakes, is
-itself tested in ``test_property_mutants.py``.
+itself tested below.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 import bagua.torch_api  # noqa: F401 - which makes the backend known
 from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.testing import ProcessRanks
+from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import nodes_of, this_rank
+from tests.programs.mirror_mutants import MIRROR_MUTANTS
+from tests.programs.mutants import MUTANTS
 from tests.programs.programs import (
     HOSTS,
     KINDS,
@@ -131,3 +133,31 @@ def test_dealt_programs_through_the_torch_backend(hosts):
     programs = dealt(12, ("torch",), sizes=(sum(hosts),), hosts={sum(hosts): [hosts]})
     assert_members_agree(ProcessRanks(3, backend=None).run(join_torch, programs, port, hosts, size=sum(hosts)))
     del store
+
+
+# The programs fail for collectives that are wrong: each mutant is wrong in one way.
+
+
+#: What a mutant raises that is wrong in itself.
+ITS_OWN_FAULT = (TypeError, AttributeError, NameError)
+
+
+def kill(patch, mutant):
+    """The error with which the first program fails that finds ``mutant``; None if it survives."""
+    pool = ThreadRanks(5, timeout_s=1.0, deadline_s=4.0)
+    mutant(patch)
+    for program in EVERYDAY * 10:  # Whether a rank is seen that did not wait for others is a matter of chance.
+        try:
+            assert_members_agree(pool.run(run_programs, [program], True, hosts=program.hosts))
+        except Exception as error:
+            return error
+    return None
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("mutant", [*MUTANTS.items(), *MIRROR_MUTANTS.items()], ids=lambda named: named[0])
+def test_a_wrong_collective_does_not_pass(mutant, monkeypatch):
+    name, apply = mutant
+    error = kill(monkeypatch, apply)
+    assert error is not None, f"it survives: {name}"
+    assert type(error) not in ITS_OWN_FAULT, error

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
+import multiprocessing
 import os
 import platform
+import resource
+import signal
 import socket
 import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
+import bagua.comm
 from bagua.comm.transports.shm import attach as shm_attach
+from bagua.comm.transports.shm import segments as shm_segments
 from bagua.comm.transports.shm.transport import shm_refusal
-from tests.comm import shm_attach_ranks
+from bagua.errors import BaguaError, TransportUnavailableError
+from bagua.testing import die
+from bagua.testing.ranks import this_rank
+from tests.comm.memory_ranks import ramp
+from tests.comm.shm_ranks import LARGE, communicator, demand, resources, start, summed
 from tests.comm.test_shm import run_anew
 
 pytestmark = pytest.mark.shm
@@ -48,12 +64,12 @@ def test_machines_without_shared_memory_say_why(monkeypatch, owner, name: str, v
 
 @needs_root
 def test_ranks_in_different_pid_namespaces() -> None:
-    assert run_anew(3, shm_attach_ranks.isolated, "communicate") == [[False, True], [True, True], [True, True]]
+    assert run_anew(3, isolated, "communicate") == [[False, True], [True, True], [True, True]]
 
 
 @needs_root
 def test_a_rank_killed_in_another_pid_namespace() -> None:
-    first, killed_at, last = run_anew(3, shm_attach_ranks.isolated, "outlive rank 1")
+    first, killed_at, last = run_anew(3, isolated, "outlive rank 1")
     for name, peers, noticed_at in (first, last):
         assert (name, peers) == ("PeerLostError", [1])
         assert noticed_at - killed_at < 10.0
@@ -61,9 +77,9 @@ def test_a_rank_killed_in_another_pid_namespace() -> None:
 
 @needs_root
 def test_pid_namespaces_on_an_old_kernel() -> None:
-    for text in run_anew(3, shm_attach_ranks.isolated, "old kernel"):
+    for text in run_anew(3, isolated, "old kernel"):
         assert "its process is in another pid namespace, and Linux is older than 6.5" in text, text
-    assert run_anew(3, shm_attach_ranks.isolated, "old kernel, any backend") == [["gloo", True]] * 3
+    assert run_anew(3, isolated, "old kernel, any backend") == [["gloo", True]] * 3
 
 
 # Other users.
@@ -71,7 +87,7 @@ def test_pid_namespaces_on_an_old_kernel() -> None:
 
 @needs_root
 def test_another_user_is_given_nothing() -> None:
-    outcomes = run_anew(2, shm_attach_ranks.meet_beside_an_intruder)
+    outcomes = run_anew(2, meet_beside_an_intruder)
     assert outcomes[1] == (True, b"0 bytes, 0 descriptors")
     assert outcomes[0] == (True, b"nothing was tried")
 
@@ -79,7 +95,7 @@ def test_another_user_is_given_nothing() -> None:
 @needs_root
 @pytest.mark.parametrize("unwary", [0, 1])
 def test_both_ends_look_at_the_user(unwary: int) -> None:
-    for text in run_anew(2, shm_attach_ranks.demand_as_another_user, unwary):
+    for text in run_anew(2, demand_as_another_user, unwary):
         assert "another user" in text or "did not connect" in text, text
 
 
@@ -88,7 +104,7 @@ def test_both_ends_look_at_the_user(unwary: int) -> None:
 
 def test_too_few_descriptors_to_attach(shm_pool) -> None:
     """Wherever they run out, all ranks are told, nothing is left behind, and other communicators go on."""
-    results = shm_pool.run(shm_attach_ranks.attach_with_few_descriptors, 12, size=3)
+    results = shm_pool.run(attach_with_few_descriptors, 12, size=3)
     for rank, (problems, before, after) in enumerate(results):
         for problem in filter(None, problems):
             assert "Too many open files; raise `ulimit -n`, which is " in problem, problem
@@ -100,20 +116,20 @@ def test_too_few_descriptors_to_attach(shm_pool) -> None:
 
 
 def test_too_little_memory_to_attach(shm_pool) -> None:
-    for text in shm_pool.run(shm_attach_ranks.attach_without_memory, size=3):
+    for text in shm_pool.run(attach_without_memory, size=3):
         assert "rank 1: it cannot make its shared memory" in text, text
 
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_rank_that_dies_while_they_connect_is_named_at_once(shm_pool, connected: bool) -> None:
-    outcomes = shm_pool.outcomes(shm_attach_ranks.attach_while_one_dies, connected, size=3, timeout_s=1000.0)
+    outcomes = shm_pool.outcomes(attach_while_one_dies, connected, size=3, timeout_s=1000.0)
     for survivor in outcomes[:2]:
         assert "rank 2: it ended while the ranks connected" in survivor.value, survivor
 
 
 def test_too_little_memory_later(shm_pool) -> None:
     """Memory that is missing is an error, never a SIGBUS; ``empty`` gives ordinary memory."""
-    outcomes = shm_pool.run(shm_attach_ranks.run_out_of_memory_later, size=3)
+    outcomes = shm_pool.run(run_out_of_memory_later, size=3)
     assert [ordinary for ordinary, _ in outcomes] == [False, True, False]
     assert outcomes[1][1].startswith("TransportUnavailableError"), outcomes
     for _, text in (outcomes[0], outcomes[2]):
@@ -122,7 +138,7 @@ def test_too_little_memory_later(shm_pool) -> None:
 
 
 def test_too_few_descriptors_later(shm_pool) -> None:
-    texts = shm_pool.run(shm_attach_ranks.run_out_of_descriptors_later, size=3)
+    texts = shm_pool.run(run_out_of_descriptors_later, size=3)
     assert texts[1].startswith("TransportUnavailableError: memory of rank 0 cannot be mapped: Too many open files"), (
         texts
     )
@@ -146,4 +162,292 @@ def test_a_process_that_ends_before_its_descriptor_is_open(monkeypatch: pytest.M
 
 
 def test_data_loaders_read_shared_memory(shm_pool) -> None:
-    shm_pool.run(shm_attach_ranks.load_data_from_shared_memory, size=2)
+    shm_pool.run(load_data_from_shared_memory, size=2)
+
+
+# What the ranks do. At the top level, because they run in processes.
+
+
+NOBODY = 65534
+CLONE_NEWPID = 0x20000000
+
+
+def works(numel: int = LARGE) -> bool:
+    """Whether an allreduce on the default group comes to the right sum, in ordinary and in shared memory."""
+    comm = communicator()
+    right = []
+    for tensor in (torch.empty(numel), comm.empty(numel, dtype=torch.float32)):
+        comm.allreduce(tensor.copy_(ramp(comm.rank, numel)))
+        right.append(torch.equal(tensor, summed(comm, numel)))
+    return all(right)
+
+
+# Ranks in pid namespaces of their own.
+
+
+def isolated(port: int, life: str) -> Any:
+    """Run ``life`` in a child, on rank 0 beside this process, elsewhere as the first process of a pid namespace.
+
+    Returns:
+        What the child said, with the time when this process killed it if it asked for that.
+    """
+    if this_rank.get().rank and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "no pid namespace")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _live(port, life, writing)
+    os.close(writing)
+    with open(reading) as said:
+        line = json.loads(said.readline() or '"it ended without a word"')
+        if line == "kill me":
+            # Not by itself: the first process of a namespace is immune to its own signals.
+            line = time.monotonic()
+            os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return line
+
+
+def _live(port: int, life: str, writing: int) -> None:
+    def say(what: Any) -> None:
+        os.write(writing, json.dumps(what).encode() + b"\n")
+
+    try:
+        say(_LIVES[life](port, say))
+    except BaseException as error:
+        say(repr(error))
+    finally:
+        os._exit(0)
+
+
+def _communicate(port: int, say: Callable[[Any], None]) -> Any:
+    start(port, "shm", None, 3)
+    return [os.getpid() == 1, works()]
+
+
+def _outlive_rank_1(port: int, say: Callable[[Any], None]) -> Any:
+    start(port, "shm", None, 3)
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == 1:
+        say("kill me")
+    try:
+        while True:
+            comm.allreduce(torch.ones(LARGE))
+    except BaguaError as error:
+        return [type(error).__name__, list(getattr(error, "peers", ())), time.monotonic()]
+
+
+def _meet_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
+    shm_attach._SO_PEERPIDFD = 0x7FFF  # type: ignore[misc]  # an option that no kernel knows
+    return demand(port, "none", 3)
+
+
+def _fall_back_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
+    shm_attach._SO_PEERPIDFD = 0x7FFF  # type: ignore[misc]
+    start(port, None, None, 3)
+    return [bagua.comm.get_default_group().global_communicator.backend, works()]
+
+
+_LIVES: dict[str, Callable[[int, Callable[[Any], None]], Any]] = {
+    "communicate": _communicate,
+    "outlive rank 1": _outlive_rank_1,
+    "old kernel": _meet_on_an_old_kernel,
+    "old kernel, any backend": _fall_back_on_an_old_kernel,
+}
+
+
+# Another user.
+
+
+def meet_beside_an_intruder(port: int) -> tuple[bool, bytes]:
+    """Another user calls rank 0 with all that rank 1 would say. What it is given, and whether the ranks meet."""
+    given = b"nothing was tried"
+    original = shm_attach._Meeting._call
+
+    def call(meeting: Any, other: int) -> None:
+        nonlocal given
+        given = _as_nobody(meeting._names[other], meeting._nonces[1], meeting._own[1:])
+        original(meeting, other)
+
+    shm_attach._Meeting._call = call  # type: ignore[method-assign]
+    start(port, "shm", None, 2)
+    return works(), given
+
+
+def _as_nobody(name: str, nonce: bytes, descriptors: tuple[int, int]) -> bytes:
+    """What rank 0 answers, and with how many descriptors; from a process of another user."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(NOBODY)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(10.0)
+                connection.connect(f"\0{name}")
+                with contextlib.suppress(BrokenPipeError):  # It may have hung up already.
+                    socket.send_fds(connection, [shm_attach._HELLO.pack(1, nonce)], list(descriptors))
+                try:
+                    data, received, _, _ = socket.recv_fds(connection, 64, 2)
+                except ConnectionResetError:
+                    data, received = b"", []
+                os.write(writing, b"%d bytes, %d descriptors" % (len(data), len(received)))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as said:
+        answer = said.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def demand_as_another_user(port: int, unwary: int) -> str:
+    """Rank 1 belongs to another user, and rank ``unwary`` does not look."""
+    if this_rank.get().rank == unwary:
+        shm_attach._same_user = lambda _: True
+    return demand(port, "another_user", 2)
+
+
+# What there is not enough of.
+
+
+@contextlib.contextmanager
+def limited(kind: int, limit: int) -> Iterator[None]:
+    """With the soft limit ``kind``."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+@contextlib.contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """With room for ``free`` more descriptors."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.open(os.devnull, os.O_RDONLY)]
+    while gaps[-1] < highest:
+        gaps.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        with limited(resource.RLIMIT_NOFILE, gaps[-1] + 1 + free):
+            yield
+    finally:
+        for descriptor in gaps:
+            os.close(descriptor)
+
+
+def attach_with_few_descriptors(most: int) -> tuple[list[str], tuple[int, int], tuple[int, int]]:
+    """New communicators, where rank 1 may open so many more descriptors, from 0 to ``most``."""
+    group = bagua.comm.get_default_group()
+    problems: list[str] = []
+    assert works()
+    before = resources()
+    for more in range(most + 1):
+        try:
+            with few_descriptors(more) if group.rank == 1 else contextlib.nullcontext():
+                group.duplicate().close()
+            problems.append("")
+        except TransportUnavailableError as error:
+            problems.append(str(error))
+        assert works()
+    bagua.comm.get_default_group()._descendants.clear()
+    return problems, before, resources()
+
+
+def attach_while_one_dies(connected: bool) -> str:
+    """A new communicator, where rank 2 dies before it connects, or when it has connected."""
+    group = bagua.comm.get_default_group()
+    if group.rank == 2:
+        connect = shm_attach._Meeting.connect
+
+        def dying(meeting: shm_attach._Meeting) -> str:
+            if connected:
+                connect(meeting)
+            die()
+            return ""
+
+        shm_attach._Meeting.connect = dying  # type: ignore[method-assign]
+    try:
+        group.duplicate()
+    except TransportUnavailableError as error:
+        return str(error)
+    return "no error"
+
+
+def attach_without_memory() -> str:
+    """A new communicator, where rank 1 may not make files as large as the control memory."""
+    group = bagua.comm.get_default_group()
+    scarce = limited(resource.RLIMIT_FSIZE, 4096) if group.rank == 1 else contextlib.nullcontext()
+    try:
+        with scarce:
+            group.duplicate()
+    except TransportUnavailableError as error:
+        assert works()
+        return str(error)
+    return "no error"
+
+
+def run_out_of_memory_later() -> tuple[bool, str]:
+    """Rank 1 finds no memory: for a tensor of ``empty``, then for its staging area."""
+    comm = communicator()
+    scarce = limited(resource.RLIMIT_FSIZE, 4096) if comm.rank == 1 else contextlib.nullcontext()
+    with scarce:
+        tensor = comm.empty(LARGE, dtype=torch.float32)
+        ordinary = shm_memory_count() == 0
+        try:
+            comm.allreduce(tensor.fill_(1.0))
+        except BaguaError as error:
+            return ordinary, f"{type(error).__name__}: {error}"
+    return ordinary, "no error"
+
+
+def shm_memory_count() -> int:
+    """Segments of this process that tensors lie in."""
+    return len([segment for segment in shm_segments._registry._table[1] if not segment.gone])
+
+
+def run_out_of_descriptors_later() -> str:
+    """Rank 1 has no descriptor left for the memory of a peer."""
+    comm = communicator()
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    try:
+        with few_descriptors(0) if comm.rank == 1 else contextlib.nullcontext():
+            comm.allreduce(tensor)
+    except BaguaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# Forked children.
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of a tensor in shared memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor[index] + 0.0
+
+
+def load_data_from_shared_memory() -> None:
+    """The workers of a ``DataLoader`` read a tensor of ``empty`` while their parents communicate."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    comm = communicator()
+    table = comm.empty(LARGE, dtype=torch.float32)
+    table.copy_(ramp(comm.rank, LARGE))
+    comm.allreduce(table)
+    want = summed(comm, LARGE).view(-1, 500)
+    loader = torch.utils.data.DataLoader(
+        Rows(table.view(-1, 500)), batch_size=10, num_workers=1, multiprocessing_context="fork"
+    )
+    for number, batch in enumerate(loader):
+        assert torch.equal(batch, want[10 * number : 10 * (number + 1)])
+        comm.allreduce(torch.ones(LARGE))
+    assert works()

@@ -1,17 +1,22 @@
 """Names, arguments and errors: torch's where they can be, typed refusals where they cannot."""
 
 import inspect
+import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed
 
+import bagua.comm
 import bagua.distributed as dist
 from bagua.errors import (
     CollectiveTimeoutError,
+    ConcurrentUseError,
     ConfigurationError,
     InvalidRankError,
+    InvalidReduceOpError,
     InvalidTensorError,
     InvalidTypeError,
     NotInitializedError,
@@ -258,3 +263,111 @@ def refuse_part_of_a_batch():
 
 def test_a_batch_is_refused_before_its_first_message_is_sent(thread_ranks):
     assert thread_ranks(2, refuse_part_of_a_batch) == [5.0, 5.0]
+
+
+# PREMUL_SUM, which torch has on NCCL only: each rank multiplies its input before all are added.
+
+
+def reduce_with_factors(make_factor, dtype):
+    """The exact results are 1 x 1 + 2 x 10 + 3 x 100 in each element."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    op = dist._make_nccl_premul_sum(make_factor(10.0**rank))
+    own = torch.full((size, 2), rank + 1.0, dtype=dtype)
+    found = []
+    dist.all_reduce(tensor := own.t().contiguous().t(), op)
+    found += tensor.flatten().tolist()
+    dist.all_reduce(tensor := own.clone().requires_grad_(), op, async_op=True).wait()
+    found += tensor.flatten().tolist()
+    dist.all_reduce_coalesced(tensors := [own[0].clone(), own[1].clone()], op)
+    found += [*tensors[0].tolist(), *tensors[1].tolist()]
+    dist.reduce(tensor := own.clone(), 1, op)
+    assert torch.equal(tensor, own) or rank == 1
+    found += tensor.flatten().tolist() if rank == 1 else []
+    output = torch.empty(2, dtype=dtype)
+    dist.reduce_scatter_single(output, own, op)
+    found += output.tolist()
+    dist.reduce_scatter(output, list(own), op)
+    assert torch.equal(own, torch.full((size, 2), rank + 1.0, dtype=dtype)), "an input was written"
+    return [*found, *output.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("make_factor", [float, torch.tensor], ids=["number", "tensor"])
+def test_inputs_are_multiplied_before_they_are_added(thread_ranks, make_factor, dtype):
+    for found in thread_ranks(3, reduce_with_factors, make_factor, dtype):
+        assert set(found) == {321.0}
+
+
+def refuse_and_ignore():
+    tensor = torch.ones(2, dtype=torch.int64)
+    for call in (
+        lambda: dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0)),
+        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM),
+        lambda: bagua.comm.allreduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),
+    ):
+        with pytest.raises(InvalidReduceOpError) as caught:
+            call()
+        assert "multiply" in caught.value.advice.lower()
+    group = dist.new_group([0])
+    kept = torch.ones(2)
+    dist.all_reduce(kept, dist._make_nccl_premul_sum(2.0), group)
+    dist.reduce_scatter_single(torch.empty(2), kept, dist._make_nccl_premul_sum(2.0), group)
+    return kept.tolist()
+
+
+def test_what_has_no_factor_or_no_fraction_is_refused(thread_ranks):
+    assert thread_ranks(2, refuse_and_ignore) == [[2.0, 2.0], [1.0, 1.0]]
+
+
+# Callbacks of futures may communicate, one after the other, while the main thread is in no call.
+
+
+def communicate_in_callbacks():
+    """Two calls; the callback of each reduces again, and both communicate in the order of the calls."""
+    threads = []
+
+    def again(done):
+        threads.append(threading.current_thread().name)
+        tensor = done.value()[0].clone()
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    works = [dist.all_reduce(torch.tensor([number]), async_op=True) for number in (1.0, 10.0)]
+    futures = [work.get_future().then(again) for work in works]
+    totals = [future.wait() for future in futures]
+    dist.barrier()
+    assert threading.current_thread().name not in threads
+    return [*totals, len(set(threads))]
+
+
+def test_a_callback_may_communicate(ranks):
+    assert ranks(3, communicate_in_callbacks) == [[9.0, 90.0, 1]] * 3
+
+
+def communicate_while_the_main_thread_does(refused):
+    """The main thread of rank 0 waits for a message, which rank 1 sends when the callback has been refused."""
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+        assert refused.wait(60)
+        dist.send(torch.ones(1), 0)
+        return None
+    in_use = dist.group.WORLD.global_communicator.pipeline.in_use
+
+    def again(done):
+        while not in_use.locked():
+            time.sleep(0.001)
+        try:
+            with pytest.raises(ConcurrentUseError):
+                dist.all_reduce(done.value()[0])
+        finally:
+            refused.set()
+
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(again)
+    tensor = torch.zeros(1)
+    dist.recv(tensor, 1)
+    future.wait()
+    return tensor.item()
+
+
+def test_a_callback_is_refused_inside_another_call(thread_ranks):
+    assert thread_ranks(2, communicate_while_the_main_thread_does, threading.Event()) == [1.0, None]
