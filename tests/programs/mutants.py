@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 Request = tuple[Call, Tensor | None, Tensor | None]
 
 
-class _Spoiled(Handle):
+class Spoiled(Handle):
     """A call whose result is changed when it is waited for."""
 
     def __init__(self, handle: Handle, spoil: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class _Spoiled(Handle):
         return self._handle.notify(callback)
 
 
-def _transport(start: Callable[..., Handle]) -> Mutant:
+def starts(start: Callable[..., Handle]) -> Mutant:
     """A transport whose ``start`` is this function; it gets the true one as its last argument."""
 
     class Wrong(ThreadsTransport):
@@ -55,7 +55,7 @@ def _transport(start: Callable[..., Handle]) -> Mutant:
 
 def _asks(change: Callable[[Any, Call, Any, Any], Request | None]) -> Mutant:
     """Something else is asked for."""
-    return _transport(lambda t, call, source, target, true: true(*(change(t, call, source, target) or (call, source, target))))  # fmt: skip  # noqa: E501
+    return starts(lambda t, call, source, target, true: true(*(change(t, call, source, target) or (call, source, target))))  # fmt: skip  # noqa: E501
 
 
 def _reduces(old: str, new: str, when: Callable[[Any, Call], bool] = lambda t, call: True) -> Mutant:
@@ -67,18 +67,18 @@ def _reduces(old: str, new: str, when: Callable[[Any, Call], bool] = lambda t, c
     return _asks(change)
 
 
-def _spoils(kind: str, spoil: Callable[[Any, Call, Tensor], None], when: Callable[[Any], bool] | None = None) -> Mutant:
+def spoils(kind: str, spoil: Callable[[Any, Call, Tensor], None], when: Callable[[Any], bool] | None = None) -> Mutant:
     """The result is changed afterwards."""
 
     def start(t: Any, call: Call, source: Any, target: Any, true: Callable[..., Handle]) -> Handle:
         handle = true(call, source, target)
         if call.kind != kind or target is None or not target.numel() or not (when is None or when(t)):
             return handle
-        spoiled = _Spoiled(handle, lambda: _in_inference_mode(lambda: spoil(t, call, target.view(-1)), target))
+        spoiled = Spoiled(handle, lambda: _in_inference_mode(lambda: spoil(t, call, target.view(-1)), target))
         spoiled.wait() if handle is DONE else None
         return spoiled
 
-    return _transport(start)
+    return starts(start)
 
 
 def _in_inference_mode(change: Callable[[], None], target: Tensor) -> None:
@@ -86,9 +86,9 @@ def _in_inference_mode(change: Callable[[], None], target: Tensor) -> None:
         change()
 
 
-def _skips(when: Callable[[Any, Call], bool]) -> Mutant:
+def skips(when: Callable[[Any, Call], bool]) -> Mutant:
     """Nothing is done."""
-    return _transport(lambda t, call, source, target, true: DONE if when(t, call) else true(call, source, target))
+    return starts(lambda t, call, source, target, true: DONE if when(t, call) else true(call, source, target))
 
 
 def _sends(kind: str, change: Callable[[Any, Tensor], Tensor], when: Callable[[Any], bool] | None = None) -> Mutant:
@@ -169,7 +169,7 @@ def _by_gathering(fold: Callable[[Any, Call, list[Tensor], Tensor], None], when:
         _in_inference_mode(lambda: fold(t, call, list(_rows(t, everything)), target.view(-1)), target)
         return DONE
 
-    return _transport(start)
+    return starts(start)
 
 
 def _from_own_rank(t: Any, call: Call, parts: list[Tensor], target: Tensor) -> None:
@@ -294,15 +294,15 @@ MUTANTS: dict[str, Mutant] = {
     "broadcast from another rank in a group": _root(
         "broadcast", lambda t, call: (call.root + 1) % t.size if _in_group(t) else call.root
     ),
-    "gather is reversed": _spoils("gather", _reverse_rows),
-    "gather is reversed in a group": _spoils("gather", _reverse_rows, _in_group),
-    "allgather is reversed in a group": _spoils("allgather", _reverse_rows, _in_group),
-    "allgather lacks the own share": _spoils("allgather", _lose_own),
-    "alltoall lacks the own share": _spoils("alltoall", _lose_own),
-    "alltoall is reversed": _spoils("alltoall", _reverse_rows),
-    "alltoall is reversed in a group": _spoils("alltoall", _reverse_rows, _in_group),
-    "alltoall_v is misplaced after an empty share": _spoils("alltoall_v", _misplace_after_empty),
-    "alltoall_v is reversed in a group": _spoils("alltoall_v", _reverse_shares, _in_group),
+    "gather is reversed": spoils("gather", _reverse_rows),
+    "gather is reversed in a group": spoils("gather", _reverse_rows, _in_group),
+    "allgather is reversed in a group": spoils("allgather", _reverse_rows, _in_group),
+    "allgather lacks the own share": spoils("allgather", _lose_own),
+    "alltoall lacks the own share": spoils("alltoall", _lose_own),
+    "alltoall is reversed": spoils("alltoall", _reverse_rows),
+    "alltoall is reversed in a group": spoils("alltoall", _reverse_rows, _in_group),
+    "alltoall_v is misplaced after an empty share": spoils("alltoall_v", _misplace_after_empty),
+    "alltoall_v is reversed in a group": spoils("alltoall_v", _reverse_shares, _in_group),
     "scatter is shifted": _sends("scatter", lambda t, rows: rows.roll(1, 0)),
     "scatter is shifted in a group": _sends("scatter", lambda t, rows: rows.roll(1, 0), _in_group),
     "reduce_scatter gives others' slices": _sends("reduce_scatter", lambda t, rows: rows.flip(0)),
@@ -312,12 +312,12 @@ MUTANTS: dict[str, Mutant] = {
             (call._replace(root=call.source, source=call.root), source, target) if call.kind == "sendrecv" else None
         )
     ),
-    "a message loses its end": _spoils("recv", lambda t, call, target: target[-1:].view(torch.uint8).bitwise_not_()),
-    "a large allreduce loses its end": _spoils("allreduce", _lose_end),
-    "an allreduce of one element is left out": _skips(lambda t, call: call.kind == "allreduce" and call.numel == 1),
-    "a barrier does not wait": _skips(lambda t, call: call.kind == "barrier"),
-    "a barrier does not wait in a group": _skips(lambda t, call: call.kind == "barrier" and _in_group(t)),
-    "wait does not wait": _transport(
+    "a message loses its end": spoils("recv", lambda t, call, target: target[-1:].view(torch.uint8).bitwise_not_()),
+    "a large allreduce loses its end": spoils("allreduce", _lose_end),
+    "an allreduce of one element is left out": skips(lambda t, call: call.kind == "allreduce" and call.numel == 1),
+    "a barrier does not wait": skips(lambda t, call: call.kind == "barrier"),
+    "a barrier does not wait in a group": skips(lambda t, call: call.kind == "barrier" and _in_group(t)),
+    "wait does not wait": starts(
         lambda t, call, source, target, true: (
             handle if (handle := true(call, source, target)) is DONE else _NeverWaits(handle)
         )

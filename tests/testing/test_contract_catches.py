@@ -5,12 +5,11 @@ import time
 import pytest
 import torch
 
-from bagua.comm.transports import registry as backends
-from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
 from tests.contract import asynchronous, failures
 from tests.contract.transports import TransportContract
+from tests.programs.mutants import MUTANTS, Spoiled, patched, skips, spoils, starts
 
 pytestmark = pytest.mark.threads
 
@@ -20,122 +19,84 @@ class Contract(TransportContract):
     deadline_s = 0.3
 
 
-class DoesNothing(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        return DONE
+def rounds_differently(transport, call, target):
+    if call.dtype is torch.float64 and target.numel() > 1000:
+        target[1000] = torch.nextafter(target[1000], torch.tensor(9e9, dtype=torch.float64))
 
 
-class AveragesWithoutDividing(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        call = call._replace(reduction="sum") if call.reduction == "avg" else call
-        return super().start(call, source, target, timeout_s, asynchronous)
+def spoils_its_input(transport, call, source, target, true):
+    handle = true(call, source, target)
+    if call.kind == "allgather" and source is not None and source.dtype.is_floating_point:
+        handle.wait()
+        source.zero_()
+    return handle
 
 
-class ReducesEverywhere(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        call = call._replace(kind="allreduce", root=-1) if call.kind == "reduce" else call
-        return super().start(call, source, target, timeout_s, asynchronous)
-
-
-class RoundsDifferentlyOnRankOne(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        handle = super().start(call, source, target, timeout_s, asynchronous)
-        if self.rank == 1 and call.kind == "allreduce" and call.dtype is torch.float64 and target.numel() > 1000:
-            target.view(-1)[1000] = torch.nextafter(target.view(-1)[1000], torch.tensor(9e9, dtype=torch.float64))
-        return handle
-
-
-class SpoilsItsInput(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        handle = super().start(call, source, target, timeout_s, asynchronous)
-        if call.kind == "allgather" and source is not None and source.dtype.is_floating_point:
-            handle.wait()
-            source.zero_()
-        return handle
-
-
-class AddsInBfloat16(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        if call.kind != "allreduce" or call.dtype is not torch.bfloat16:
-            return super().start(call, source, target, timeout_s, asynchronous)
-        rows = torch.empty(self.size * target.numel(), dtype=target.dtype)
-        gather = call._replace(kind="allgather", reduction="")
-        super().start(gather, source, rows, timeout_s, False).wait()
-        total = torch.zeros_like(target.view(-1))
-        for row in rows.view(self.size, -1):
-            total += row
-        target.view(-1).copy_(total)
-        return DONE
-
-
-class NeverCompletes(Handle):
-    def __init__(self, handle):
-        self.handle = handle
-
-    def wait(self, timeout_s=None):
-        self.handle.wait(timeout_s)
-
+class NeverCompletes(Spoiled):
     def is_completed(self):
         return False
 
 
-class SaysThatNothingCompletes(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        return NeverCompletes(super().start(call, source, target, timeout_s, asynchronous))
+def never_completes(transport, call, source, target, true):
+    return NeverCompletes(true(call, source, target), lambda: None)
 
 
-class IgnoresDeadlines(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        return super().start(call, source, target, 30.0, asynchronous)
+START, ABORT = ThreadsTransport.start, ThreadsTransport.abort
 
 
-class ComparesNoRoots(ThreadsTransport):
-    def start(self, call, source, target, timeout_s, asynchronous):
-        if call.kind == "broadcast":
-            call = call._replace(root=0)
-            source = target if self.rank == 0 else None
-        return super().start(call, source, target, timeout_s, asynchronous)
+def ignore_deadlines(transport, call, source, target, timeout_s, asynchronous):
+    return START(transport, call, source, target, 30.0, asynchronous)
 
 
-class KeepsReasonsToItself(ThreadsTransport):
-    def abort(self, reason, culprit=None):
-        super().abort("no comment", culprit)
+def abort_slowly(transport, reason, culprit=None):
+    time.sleep(failures.SOON_S + 0.5)
+    ABORT(transport, reason, culprit)
 
 
-class AbortsSlowly(ThreadsTransport):
-    def abort(self, reason, culprit=None):
-        time.sleep(failures.SOON_S + 0.5)
-        super().abort(reason, culprit)
-
-
-class SharesMemory(ThreadsTransport):
-    def empty(self, numel, dtype, device):
-        return torch.zeros(1, dtype=dtype).expand(numel)
-
-
-MUTANTS = [
-    (DoesNothing, "test_every_reduction_of_every_dtype"),
-    (DoesNothing, "test_every_dtype_is_carried"),
-    (DoesNothing, "test_objects_arrive"),
-    (DoesNothing, "test_every_collective_can_be_waited_for"),
-    (DoesNothing, "test_communicators_of_some_ranks"),
-    (AveragesWithoutDividing, "test_every_reduction_of_every_dtype"),
-    (ReducesEverywhere, "test_every_root"),
-    (RoundsDifferentlyOnRankOne, "test_results_are_bitwise_identical"),
-    (SpoilsItsInput, "test_scalars"),
-    (SpoilsItsInput, "test_every_layout"),
-    (AddsInBfloat16, "test_sums_of_16_bit_floats_accumulate_in_float32"),
-    (SaysThatNothingCompletes, "test_everything_that_a_work_offers"),
-    (IgnoresDeadlines, "test_the_facts_of_a_timeout"),
-    (KeepsReasonsToItself, "test_abort_from_another_thread"),
-    (AbortsSlowly, "test_abort_from_another_thread"),
-    (SharesMemory, "test_memory_of_the_communicator_is_ordinary_memory"),
+BREACHES = {
+    "does nothing": skips(lambda transport, call: True),
+    "averages without dividing": MUTANTS["average is not divided"],
+    "reduces everywhere": MUTANTS["reduce writes everywhere"],
+    "rounds differently on rank 1": spoils("allreduce", rounds_differently, lambda transport: transport.rank == 1),
+    "spoils its input": starts(spoils_its_input),
+    "adds in bfloat16": MUTANTS["16-bit floats are added in 16 bits"],
+    "says that nothing completes": starts(never_completes),
+    "ignores deadlines": patched(
+        ThreadsTransport,
+        "start",
+        lambda self, call, source, target, _, later: START(self, call, source, target, 30.0, later),
+    ),
+    "keeps reasons to itself": patched(
+        ThreadsTransport, "abort", lambda self, _, culprit=None: ABORT(self, "no comment", culprit)
+    ),
+    "aborts slowly": patched(ThreadsTransport, "abort", abort_slowly),
+    "shares memory": patched(
+        ThreadsTransport, "empty", lambda self, numel, dtype, device: torch.zeros(1, dtype=dtype).expand(numel)
+    ),
+}
+CATCHES = [
+    ("does nothing", "test_every_reduction_of_every_dtype"),
+    ("does nothing", "test_every_dtype_is_carried"),
+    ("does nothing", "test_objects_arrive"),
+    ("does nothing", "test_every_collective_can_be_waited_for"),
+    ("does nothing", "test_communicators_of_some_ranks"),
+    ("averages without dividing", "test_every_reduction_of_every_dtype"),
+    ("reduces everywhere", "test_every_root"),
+    ("rounds differently on rank 1", "test_results_are_bitwise_identical"),
+    ("spoils its input", "test_scalars"),
+    ("spoils its input", "test_every_layout"),
+    ("adds in bfloat16", "test_sums_of_16_bit_floats_accumulate_in_float32"),
+    ("says that nothing completes", "test_everything_that_a_work_offers"),
+    ("ignores deadlines", "test_the_facts_of_a_timeout"),
+    ("keeps reasons to itself", "test_abort_from_another_thread"),
+    ("aborts slowly", "test_abort_from_another_thread"),
+    ("shares memory", "test_memory_of_the_communicator_is_ordinary_memory"),
 ]
 
 
-@pytest.mark.parametrize(("mutant", "test"), MUTANTS, ids=[f"{m.__name__}-{t[5:30]}" for m, t in MUTANTS])
-def test_a_mutant_is_caught(mutant, test, monkeypatch):
-    monkeypatch.setattr(backends, "ThreadsTransport", mutant)
+@pytest.mark.parametrize(("breach", "test"), CATCHES)
+def test_a_mutant_is_caught(breach, test, monkeypatch):
+    BREACHES[breach](monkeypatch)
     for module, name in ((failures, "SOON_S"), (failures, "UNTIL_S"), (asynchronous, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 1.0)  # What takes longer is a failure, and wanted here.
     with pytest.raises(Exception, match=r".") as caught:
@@ -144,6 +105,6 @@ def test_a_mutant_is_caught(mutant, test, monkeypatch):
 
 
 def test_a_transport_that_does_not_compare_is_caught(monkeypatch):
-    monkeypatch.setattr(backends, "ThreadsTransport", ComparesNoRoots)
+    MUTANTS["broadcast is always from 0"](monkeypatch)
     with pytest.raises(AssertionError, match=r"no error was raised"):
         Contract().test_ranks_that_disagree(ThreadRanks(3), "root")
