@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from bagua.comm.call import KIND_NUMBERS, Call
 from bagua.comm.communicator import Communicator
@@ -193,26 +192,6 @@ def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
         assert [tensor[0].item() for tensor in tensors] == [1.0, 2.0, 3.0]
 
 
-def collectives_waited_for_in_another_order(comm: Communicator) -> None:
-    tensors = [torch.full((2,), float(number)) for number in range(4)]
-    works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
-    for work in works if comm.rank == 0 else reversed(works):
-        work.wait()
-    assert [tensor[0].item() for tensor in tensors] == [0.0, 2.0, 4.0, 6.0]
-
-
-def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
-    member = comm._transport.membership
-    second = Communicator(checked(replace(member, store=PrefixStore("second", member.store))), 5.0)
-    pair = [comm, second] if comm.rank == 0 else [second, comm]
-    tensors = [torch.ones(2), torch.ones(2)]
-    works = [each.allreduce(tensor, async_op=True) for each, tensor in zip(pair, tensors, strict=True)]
-    for work in works:
-        work.wait(5.0)
-    assert all(tensor.equal(torch.full((2,), 2.0)) for tensor in tensors)
-    second.close()
-
-
 @pytest.mark.parametrize(
     "program",
     [
@@ -225,8 +204,6 @@ def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
         any_source_before_a_rank_that_is_named,
         a_collective_is_started_before_a_message_is_awaited,
         messages_in_a_row_keep_their_order,
-        collectives_waited_for_in_another_order,
-        two_communicators_waited_for_crosswise,
     ],
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:

@@ -205,12 +205,9 @@ def start_without_the_host(port):
 
 
 def test_a_host_of_the_store_that_does_not_answer_is_named():
-    assert PROCESSES.run(start_without_the_host, free_port(), size=1) == [(0,)]
-
-
-def test_a_server_that_is_no_store_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:  # It accepts connections, and never says a word.
-        assert PROCESSES.run(start_without_the_host, server.getsockname()[1], size=1) == [(0,)]
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # It accepts connections, and never says a word.
+        for port in (free_port(), silent.getsockname()[1]):
+            assert PROCESSES.run(start_without_the_host, port, size=1) == [(0,)]
 
 
 def start_on_a_port_that_is_taken():
@@ -452,27 +449,24 @@ def test_a_timeout_that_is_none_is_an_error():
     ProcessRanks(1, backend=None, environment={"BAGUA_TIMEOUT_S": "soon"}).run(refuse_timeout)
 
 
-def test_blocks_of_ranks_can_be_called_hosts():
+@pytest.mark.parametrize(
+    ("options", "hosts"), [({"local_world_size": 2}, [(0, 1), (2, 3)]), ({"_nodes": (0, 1, 0, 1)}, [(0, 2), (1, 3)])]
+)
+def test_ranks_can_be_said_to_be_on_hosts(options, hosts):
+    """In blocks of neighbours, or in any way."""
     store = thread_store()
 
     def ask():
-        init_thread(store, 4, local_world_size=2)
-        group = bagua.comm.get_default_group()
-        return group.node_rank, group.local_rank
-
-    assert THREADS.run(ask, size=4) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_hosts_need_not_hold_neighbouring_ranks():
-    store = thread_store()
-
-    def ask():
-        init_thread(store, 4, _nodes=(0, 1, 0, 1))
+        init_thread(store, 4, **options)
         group = bagua.comm.get_default_group()
         inter = group.inter_node_communicator
-        return group.intra_node_communicator.ranks, inter.ranks if inter else None
+        return group.node_rank, group.local_rank, group.intra_node_communicator.ranks, inter.ranks if inter else None
 
-    assert THREADS.run(ask, size=4) == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), None), ((1, 3), None)]
+    leaders = tuple(host[0] for host in hosts)
+    for rank, found in enumerate(THREADS.run(ask, size=4)):
+        node = next(number for number, host in enumerate(hosts) if rank in host)
+        local = hosts[node].index(rank)
+        assert found == (node, local, hosts[node], None if local else leaders)
 
 
 # The end of a process that forgot to end its groups.

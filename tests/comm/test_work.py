@@ -4,7 +4,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from bagua.comm.transports.base import DONE
 from bagua.comm.work import Composite, Work, joined
@@ -55,13 +54,6 @@ def test_an_error_is_raised_by_every_wait():
     assert len(started.waits) == 1
 
 
-def test_exception_finds_the_error_of_a_call_that_has_ended():
-    started = Started(error=PeerLostError("gone"))
-    work = started.work()
-    started.ready.set()
-    assert isinstance(work.exception(), PeerLostError)
-
-
 @pytest.mark.parametrize("wrong", [0, -1, "1"])
 def test_a_wrong_timeout_leaves_the_call_alone(wrong):
     started = Started()
@@ -69,12 +61,6 @@ def test_a_wrong_timeout_leaves_the_call_alone(wrong):
     with pytest.raises(ConfigurationError, match="timeout"):
         work.wait(wrong)
     assert work.wait() is True
-
-
-def test_futures_carry_results_and_errors():
-    assert Started(result=torch.ones(2)).work().get_future().wait().tolist() == [1.0, 1.0]
-    with pytest.raises(Exception, match="gone"):
-        Started(error=PeerLostError("gone")).work().get_future().wait()
 
 
 def test_a_thread_that_waits_too_gets_the_same_answer():
@@ -204,16 +190,6 @@ def test_an_error_between_steps_is_kept_for_the_waiter():
     assert isinstance(work.exception(), ConfigurationError)
     with pytest.raises(ConfigurationError, match="obj"):
         work.wait()
-
-
-def test_nothing_to_do_is_done_at_once():
-    def steps():
-        return []
-        yield
-
-    work = composite(steps())
-    assert work.is_completed()
-    assert work.result() == []
 
 
 # Several who wait for one, and signal handlers that interrupt them.

@@ -161,6 +161,7 @@ def coalesce_nothing() -> None:
     assert comm.broadcast_coalesced([]) is None
     work = comm.allreduce_coalesced([], async_op=True)
     assert work is not None
+    assert work.is_completed()
     assert work.result() == []
     perform("allreduce", comm, CallSetting())
 
