@@ -2,19 +2,394 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import random
+import signal
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
-from bagua.comm.store.serving import serve_store
+import bagua.comm
+from bagua.comm import Communicator
+from bagua.comm.transports.memory.line import LineState, Step, Words
+from bagua.comm.transports.shm import segments as shm_segments
+from bagua.comm.transports.shm.transport import ShmTransport
+from bagua.comm.transports.threads import inject_fault
+from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
-from tests.comm import shm_ranks
-from tests.comm.memory_ranks import LARGE, SMALL
+from tests.comm.memory_ranks import KINDS, LARGE, SMALL, agrees, ramp
 
 pytestmark = pytest.mark.shm
+
+#: More than one staging area; ``LARGE`` is more than is copied into the control memory.
+PIECES = 3_000_000
+
+
+def communicator() -> Communicator:
+    return bagua.comm.get_default_group().global_communicator
+
+
+def transport(comm: Communicator) -> ShmTransport:
+    found = comm._transport
+    assert isinstance(found, ShmTransport)
+    return found
+
+
+def resources() -> tuple[int, int]:
+    """Open descriptors of this process, and mappings of shared memory."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:bagua")
+    return len(os.listdir("/proc/self/fd")), maps
+
+
+def summed(comm: Communicator, numel: int) -> torch.Tensor:
+    return ramp(0, numel) * comm.size + sum(range(comm.size))
+
+
+# Results.
+
+
+def all_kinds(numels: tuple[int, ...]) -> None:
+    comm = communicator()
+    for kind in KINDS:
+        for numel in numels if kind != "barrier" else (0,):
+            for async_op in (False, True):
+                agrees(comm, kind, numel, async_op=async_op)
+
+
+def reduce_in_place(numel: int) -> bool:
+    """Whether ordinary memory was needed for a tensor of ``empty``; and for a part of it."""
+    comm = communicator()
+    tensor = comm.empty(numel, dtype=torch.float32)
+    tensor.copy_(ramp(comm.rank, numel))
+    part = tensor[numel // 2 :]
+    comm.allreduce(tensor)
+    assert torch.equal(tensor, summed(comm, numel))
+    comm.broadcast(part, 1)
+    other = bagua.comm.get_default_group().duplicate().global_communicator
+    other.allreduce(part)
+    assert torch.equal(part, comm.size * summed(comm, numel)[numel // 2 :])
+    return any(transport(each)._shm_peers._staging is not None for each in (comm, other))
+
+
+def mix_memory() -> None:
+    """Some ranks pass a tensor of ``empty``, some an ordinary one."""
+    comm = communicator()
+    for numel in (LARGE, PIECES + 1):
+        for special in range(comm.size):
+            tensor = comm.empty(numel, dtype=torch.float32) if comm.rank == special else torch.empty(numel)
+            tensor.copy_(ramp(comm.rank, numel))
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, summed(comm, numel))
+            output = torch.empty(comm.size * numel)
+            comm.allgather(output, tensor + comm.rank if comm.rank == special else tensor)
+
+
+def send_from_shared_memory() -> None:
+    comm = communicator()
+    for numel in (1, LARGE, PIECES):
+        tensor = comm.empty(numel, dtype=torch.float64).fill_(comm.rank)
+        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        output = torch.empty(numel, dtype=torch.float64)
+        comm.sendrecv(output, tensor, before, after)
+        assert (output == before).all()
+
+
+def exchange_alike_from_changing_places(seed: int) -> None:
+    """Calls of few kinds, one after the other, whose data lies here or there: what is known of the last one ages."""
+    comm, choose = communicator(), random.Random(seed)
+    other = 1 - comm.rank
+    shared = comm.empty(70_000, dtype=torch.float32)  # More than two ranks copy at once.
+    forms = ("send", "send", "sendrecv", "broadcast", "allgather", "allreduce")
+    for number in range(120):
+        form, lenders, sender = choose.choice(forms), choose.randrange(4), choose.randrange(2)
+        numel, dtype = choose.choice((5, 7, 70_000)), choose.choice((torch.float32, torch.int32))
+        lent = lenders >> comm.rank & 1 and dtype is torch.float32
+        mine = shared[:numel] if lent else torch.empty(numel, dtype=dtype)
+        mine.fill_(number + 1000 * comm.rank)
+        output, expected = torch.empty(numel, dtype=dtype), number + 1000 * other
+        if form == "sendrecv":
+            comm.sendrecv(output, mine, other, other)
+        elif form == "allgather":
+            output = torch.empty(2 * numel, dtype=dtype)
+            comm.allgather(output, mine)
+            output = output.view(2, numel)[other]
+        elif form == "allreduce":
+            comm.allreduce(mine)
+            output, expected = mine, 2 * number + 1000
+        elif form == "broadcast":
+            comm.broadcast(mine, sender)
+            output, expected = mine, number + 1000 * sender
+        elif comm.rank == sender:
+            comm.send(mine, other)
+            continue
+        else:
+            comm.recv(output, other)
+        assert (output == expected).all(), (number, form, lenders)
+
+
+def send_another_size_after_equal_ones() -> str:
+    """What the error says of the call that differs, after three that did not."""
+    comm = communicator()
+    for numel in (5, 5, 5, 6):
+        tensor = torch.ones(5 if comm.rank else numel)
+        try:
+            comm.recv(tensor, 0) if comm.rank else comm.send(tensor, 1)
+        except CollectiveMismatchError as error:
+            return f"{error.expected}; {error.seen}"
+    return ""
+
+
+# Memory.
+
+
+def rebuild(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Resources before and after, with one tensor more or less in flight."""
+    comm = communicator()
+    counts = []
+    for number in range(times):
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        comm.allreduce(tensor)
+        assert (tensor == comm.size).all()
+        comm.empty(LARGE, dtype=torch.float32)  # and one that nobody ever sees
+        del tensor
+        if number == 10:
+            counts.append(resources())
+    counts.append(resources())
+    return counts[0], counts[1]
+
+
+def open_and_close(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Resources before and after communicators that used everything they can use."""
+    counts = []
+    for number in range(times):
+        group = bagua.comm.get_default_group().duplicate()
+        comm = group.global_communicator
+        comm.allreduce(torch.ones(PIECES))
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        comm.allreduce(tensor, async_op=True).wait()
+        if comm.rank < 2:
+            (comm.send if comm.rank else comm.recv)(torch.ones(LARGE), 1 - comm.rank)
+        communicator().barrier()
+        group.close()
+        bagua.comm.get_default_group()._descendants.clear()
+        del group, comm, tensor
+        if number == 1:
+            counts.append(resources())
+    counts.append(resources())
+    return counts[0], counts[1]
+
+
+def many_small_calls(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    comm, tensor = communicator(), torch.zeros(1)
+    comm.allreduce(tensor)
+    before = resources()
+    for _ in range(times):
+        comm.allreduce(tensor)
+    return before, resources()
+
+
+def wait_for_a_late_rank(late_s: float) -> float:
+    """Share of one core that the waiting took."""
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(late_s)
+    spent, started = time.process_time(), time.monotonic()
+    comm.barrier()
+    return (time.process_time() - spent) / max(time.monotonic() - started, late_s)
+
+
+# Forked children.
+
+
+def write_in_a_child() -> tuple[bool, bool]:
+    """What a forked child writes is its own, also if it has closed what it inherited; it closes no file of its own."""
+    comm = communicator()
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    descriptor = shm_segments.find(tensor).descriptor
+    comm.allreduce(tensor)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        null = os.open(os.devnull, os.O_RDONLY)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+        same = bool((tensor == comm.size).all())
+        tensor.zero_()
+        mine = bool((tensor == 0).all())
+        del tensor
+        gc.collect()
+        os.fstat(descriptor)  # An error, if it was closed with the tensor.
+        os._exit(0 if same and mine else 1)
+    well = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    untouched = bool((tensor == comm.size).all())
+    comm.allreduce(tensor)
+    return well, untouched and bool((tensor == comm.size**2).all())
+
+
+# Failures.
+
+
+class AtStep:
+    """Does something at the given step of the calls that matter."""
+
+    def __init__(self, at: int, what: Callable[[], object]) -> None:
+        self.at, self.what, self.steps, self.armed = at, what, 0, False
+
+    def __call__(self, step: Step) -> None:
+        if self.armed:
+            self.steps += 1
+            if self.steps == self.at:
+                self.what()
+
+
+def lose_a_rank_at_each_step(kind: str, numel: int, steps: int) -> list[tuple[str, tuple[int, ...], float]]:
+    """Rank 1 is killed once it is at the first step of a call on one communicator, at the second on another, and so on.
+
+    How the calls of a survivor ended on each of them, with the seconds that the last one took.
+    """
+    together = threading.Barrier(steps, action=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    hooks = [AtStep(1 + number, together.wait) for number in range(steps)]
+    comms = []
+    for hook in hooks:
+        with inject_fault(hook if communicator().rank == 1 else None):
+            comms.append(bagua.comm.get_default_group().duplicate().global_communicator)
+    for comm, hook in zip(comms, hooks, strict=True):
+        agrees(comm, kind, numel)
+        comm.barrier()
+        hook.armed = True
+    with ThreadPoolExecutor(steps) as threads:
+        return list(threads.map(lambda comm: call_until_a_loss(comm, kind, numel), comms))
+
+
+def call_until_a_loss(comm: Communicator, kind: str, numel: int) -> tuple[str, tuple[int, ...], float]:
+    try:
+        while True:
+            started = time.monotonic()
+            agrees(comm, kind, numel)
+            comm.barrier()
+    except BaguaError as error:
+        return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
+
+
+def forget_what_was_read() -> tuple[int, int]:
+    """Mappings of a peer's memory that it gave up after a message and after a collective."""
+    comm = communicator()
+    peers = transport(comm)._shm_peers
+    counts = []
+    for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
+        comm.barrier()
+        _, before = resources()
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        exchange(tensor)
+        del tensor
+        comm.barrier()
+        peers._drop_gone()
+        counts.append(resources()[1] - before)
+        comm.barrier()
+    return counts[0], counts[1]
+
+
+class Straggler:
+    """Comes to a call's data only when the other rank has left, and looks for memory that is gone meanwhile."""
+
+    def __init__(self, barrier: int) -> None:
+        self.barrier = barrier
+        self.comm: Communicator | None = None
+
+    def __call__(self, step: Step) -> None:
+        if self.comm is None or step.name != "pass":
+            return
+        self.barrier -= 1
+        if self.barrier == 0:
+            peers = transport(self.comm)._shm_peers
+            while peers.lines[1 - self.comm.rank].words[Words.STATE] == LineState.OPEN:
+                time.sleep(0.001)
+            peers._drop_gone()  # as a thread that waits for a message does at any time
+
+
+def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
+    """A call of rank 1 after which rank 0 leaves at once."""
+    straggler = Straggler(barrier)
+    with inject_fault(straggler if communicator().rank == 1 else None):
+        group = bagua.comm.get_default_group().duplicate()
+    comm = group.global_communicator
+    agrees(comm, kind, numel)  # Now all memory is mapped.
+    comm.barrier()
+    if comm.rank == 0:
+        agrees(comm, kind, numel)
+        group.close()
+        return
+    straggler.comm = comm
+    agrees(comm, kind, numel)
+    assert straggler.barrier == 0, "the other rank left before that barrier, or never"
+
+
+def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int]:
+    """One rank is killed while all communicate; the survivors' results are right until then."""
+    comm = communicator()
+    dice = random.Random(seed)
+    victim, delay_s = dice.randrange(comm.size), dice.uniform(0.0, 0.05)
+    kinds = [(kind, dice.choice((7, LARGE, PIECES // 2))) for kind in KINDS]
+    dice.shuffle(kinds)
+    ends_at = bagua.comm.get_default_group().store
+    comm.barrier()
+    if comm.rank == victim:
+
+        def end() -> None:
+            time.sleep(delay_s)
+            ends_at.set("killed", str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=end, daemon=True).start()
+    try:
+        while True:
+            for kind, numel in kinds:
+                agrees(comm, kind, numel)
+    except BaguaError as error:
+        now = time.monotonic()
+        late_s = now - float(ends_at.get("killed"))
+        return type(error).__name__, getattr(error, "peers", ()), late_s, victim
+
+
+def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
+    """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
+    pids = communicator().allgather_object(os.getpid())
+    store = bagua.comm.get_default_group().store
+    stop = AtStep(at, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    with inject_fault(stop if communicator().rank == 1 else None):
+        comm = bagua.comm.get_default_group().duplicate().global_communicator
+    tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
+    comm.allreduce(tensor)
+    communicator().barrier()
+    stop.armed = True
+    problem: Any = None
+    try:
+        comm.allreduce(tensor, timeout=1.0)
+    except BaguaError as error:
+        problem = error
+    tensor.fill_(-1.0)
+    if comm.rank == 1:
+        store.set("woken", "yes")
+        return type(problem).__name__, True
+    os.kill(pids[1], signal.SIGCONT)
+    store.wait(["woken"])
+    return type(problem).__name__, bool((tensor == -1.0).all())
+
+
+# The tests.
 
 #: As many as any of the calls below has; the last of them may be steps of the next call.
 STEPS = 8
@@ -24,30 +399,30 @@ STEPS = 8
 def test_small_areas(size: int, area_bytes: str) -> None:
     """Data that passes in many pieces."""
     pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": area_bytes})
-    pool.run(shm_ranks.all_kinds, (0, 1, 100_000))
+    pool.run(all_kinds, (0, 1, 100_000))
 
 
-@pytest.mark.parametrize("numel", [shm_ranks.LARGE, shm_ranks.PIECES])
+@pytest.mark.parametrize("numel", [LARGE, PIECES])
 def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
-    assert shm_pool.run(shm_ranks.reduce_in_place, numel, size=3) == [False] * 3
+    assert shm_pool.run(reduce_in_place, numel, size=3) == [False] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
-    shm_pool.run(shm_ranks.mix_memory, size=size)
+    shm_pool.run(mix_memory, size=size)
 
 
 def test_messages_from_shared_memory(shm_pool) -> None:
-    shm_pool.run(shm_ranks.send_from_shared_memory, size=3)
+    shm_pool.run(send_from_shared_memory, size=3)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
-    shm_pool.run(shm_ranks.exchange_alike_from_changing_places, seed, size=2)
+    shm_pool.run(exchange_alike_from_changing_places, seed, size=2)
 
 
 def test_the_message_that_differs_is_named(shm_pool) -> None:
-    for said in shm_pool.run(shm_ranks.send_another_size_after_equal_ones, size=2):
+    for said in shm_pool.run(send_another_size_after_equal_ones, size=2):
         assert "#4 send(6 x float32, peer 1) on rank 0" in said
         assert "#4 recv(5 x float32, peer 0) on rank 1" in said
 
@@ -57,7 +432,7 @@ def test_the_message_that_differs_is_named(shm_pool) -> None:
 
 @pytest.mark.parametrize(
     ("job", "times"),
-    [(shm_ranks.rebuild, 200), (shm_ranks.open_and_close, 6), (shm_ranks.many_small_calls, 4000)],
+    [(rebuild, 200), (open_and_close, 6), (many_small_calls, 4000)],
     ids=["buckets", "communicators", "calls"],
 )
 def test_nothing_grows(shm_pool, job, times: int) -> None:
@@ -68,22 +443,22 @@ def test_nothing_grows(shm_pool, job, times: int) -> None:
 
 
 def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
-    assert shm_pool.run(shm_ranks.forget_what_was_read, size=2) == [(0, 0), (0, 0)]
+    assert shm_pool.run(forget_what_was_read, size=2) == [(0, 0), (0, 0)]
 
 
 def test_dev_shm_is_not_used(shm_pool) -> None:
     before = set(os.listdir("/dev/shm"))
-    shm_pool.run(shm_ranks.all_kinds, (SMALL, LARGE), size=2)
+    shm_pool.run(all_kinds, (SMALL, LARGE), size=2)
     assert nothing_new_stays(before)
 
 
 def test_waiting_costs_little(shm_pool) -> None:
-    shares = shm_pool.run(shm_ranks.wait_for_a_late_rank, 1.0, size=3)
+    shares = shm_pool.run(wait_for_a_late_rank, 1.0, size=3)
     assert max(shares[1:]) <= 0.05
 
 
 def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
-    assert shm_pool.run(shm_ranks.write_in_a_child, size=2) == [(True, True)] * 2
+    assert shm_pool.run(write_in_a_child, size=2) == [(True, True)] * 2
 
 
 # Ranks that are lost.
@@ -92,23 +467,23 @@ def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "numel", "barrier"),
     [
-        ("allreduce", shm_ranks.LARGE, 1),
-        ("allreduce", shm_ranks.PIECES, -(-shm_ranks.PIECES // (1 << 17))),  # pieces of 512 KiB
-        ("broadcast", shm_ranks.LARGE, 1),
-        ("alltoall", shm_ranks.LARGE, 1),
+        ("allreduce", LARGE, 1),
+        ("allreduce", PIECES, -(-PIECES // (1 << 17))),  # pieces of 512 KiB
+        ("broadcast", LARGE, 1),
+        ("alltoall", LARGE, 1),
     ],
 )
 def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(
     shm_pool, kind: str, numel: int, barrier: int
 ) -> None:
-    shm_pool.run(shm_ranks.read_what_has_left, kind, numel, barrier, size=2)
+    shm_pool.run(read_what_has_left, kind, numel, barrier, size=2)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) -> None:
-    outcomes = shm_pool.outcomes(shm_ranks.lose_a_rank_at_each_step, kind, numel, STEPS, size=size, timeout_s=90.0)
+    outcomes = shm_pool.outcomes(lose_a_rank_at_each_step, kind, numel, STEPS, size=size, timeout_s=90.0)
     assert isinstance(outcomes[1].error, RankDiedError)
     for survivor in (outcomes[0], *outcomes[2:]):
         assert survivor.error is None, survivor.trace
@@ -141,7 +516,7 @@ def nothing_new_stays(before: set[str]) -> bool:
 
 def check_kill(pool, seed: int) -> None:
     before = set(os.listdir("/dev/shm"))
-    outcomes = pool.outcomes(shm_ranks.lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
+    outcomes = pool.outcomes(lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
     dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
     assert len(dead) == 1, outcomes
     for survivor in outcomes:
@@ -157,45 +532,6 @@ def check_kill(pool, seed: int) -> None:
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_stopped_rank_does_no_harm_when_it_wakes(shm_pool, at: int) -> None:
     """Stopped at each step of a call on shared memory; the survivor goes on with its tensor."""
-    (name, untouched), _ = shm_pool.run(shm_ranks.stop_and_wake, shm_ranks.LARGE, at, size=2)
+    (name, untouched), _ = shm_pool.run(stop_and_wake, LARGE, at, size=2)
     assert name == "CollectiveTimeoutError"
     assert untouched
-
-
-# Who gets it.
-
-
-def run_anew(size: int, job, *arguments):
-    """What ``job`` returns on ranks that have yet to initialize."""
-    store, port = serve_store()
-    pool = ProcessRanks(size, backend=None, environment={"BAGUA_LOG": "info"})
-    results = pool.run(job, port, *arguments)
-    del store
-    return results
-
-
-@pytest.mark.parametrize(
-    ("obstacle", "backend"),
-    [("none", "shm"), ("no_shared_memory", "gloo"), ("no_descriptors", "gloo"), ("no_connection", "gloo")],
-)
-def test_the_default_backend(obstacle: str, backend: str) -> None:
-    """Shared memory if all ranks can have it; what one rank lacks all lack, and the log says so."""
-    outcomes = run_anew(3, shm_ranks.start_without_a_choice, obstacle, None)
-    for own_backend, total, log in outcomes:
-        assert (own_backend, total) == (backend, 6.0)
-        assert ("rank 1" in log and "for this test" in log) is (obstacle != "none"), log
-        assert f"backend {backend}" in log
-    warned = ["cannot share memory" in log for *_, log in outcomes]
-    assert warned == [obstacle != "none", False, False], "one rank of the host warns, once"
-
-
-def test_the_default_backend_on_several_hosts() -> None:
-    for nodes, backend in (((0, 0, 1), "hybrid"), ((0, 1, 2), "gloo")):
-        outcomes = run_anew(3, shm_ranks.start_without_a_choice, "none", nodes)
-        assert [outcome[:2] for outcome in outcomes] == [(backend, 6.0)] * 3
-
-
-@pytest.mark.parametrize("obstacle", ["no_shared_memory", "no_descriptors", "no_connection"])
-def test_a_demand_that_cannot_be_met(obstacle: str) -> None:
-    for text in run_anew(3, shm_ranks.demand, obstacle, 3):
-        assert "for this test" in text, text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -18,17 +20,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bagua.comm
+from bagua.comm.startup import choice
+from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm.transports import registry as backends
 from bagua.comm.transports.shm import attach as shm_attach
 from bagua.comm.transports.shm import segments as shm_segments
 from bagua.comm.transports.shm.transport import shm_refusal
 from bagua.errors import BaguaError, TransportUnavailableError
-from bagua.testing import die
+from bagua.testing import ProcessRanks, die
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import ramp
-from tests.comm.shm_ranks import LARGE, communicator, demand, resources, start, summed
-from tests.comm.test_shm import run_anew
+from tests.comm.test_shm import LARGE, communicator, resources, summed
 
 pytestmark = pytest.mark.shm
 
@@ -451,3 +456,100 @@ def load_data_from_shared_memory() -> None:
         assert torch.equal(batch, want[10 * number : 10 * (number + 1)])
         comm.allreduce(torch.ones(LARGE))
     assert works()
+
+
+# Who gets it.
+
+
+def hinder(obstacle: str) -> None:
+    """Put ``obstacle`` in the way of rank 1."""
+    reason = "for this test"
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(reason)
+
+    if this_rank.get().rank != 1:
+        return
+    if obstacle == "no_shared_memory":
+        choice.shm_refusal = backends.shm_refusal = lambda: TransportUnavailableError(reason)
+    elif obstacle == "no_descriptors":
+        shm_attach.create_memory = refuse
+    elif obstacle == "no_connection":
+        shm_attach.map_memory = refuse
+    elif obstacle == "another_user":
+        _use_gloo()
+        os.setuid(65534)
+
+
+def _use_gloo() -> None:
+    """Have torch 2.15 find its backends while it may: another user cannot read an environment of tox."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def start(port: int, backend: str | None, nodes: tuple[int, ...] | None, world_size: int) -> None:
+    bagua.comm.init_process_group(
+        backend=backend,
+        store=connect_store(port, 20.0),
+        rank=this_rank.get().rank,
+        world_size=world_size,
+        timeout=20.0,
+        _nodes=nodes,
+    )
+
+
+def start_without_a_choice(port: int, obstacle: str, nodes: tuple[int, ...] | None) -> tuple[str, float, str]:
+    """The backend that was chosen, the sum of 1, 2 and 3 on it, and what the log says."""
+    hinder(obstacle)
+    heard = io.StringIO()
+    logging.getLogger("bagua").addHandler(logging.StreamHandler(heard))
+    start(port, None, nodes, 3)
+    tensor = torch.tensor([bagua.comm.get_rank() + 1.0])
+    bagua.comm.allreduce(tensor)
+    return bagua.comm.get_default_group().global_communicator.backend, tensor.item(), heard.getvalue()
+
+
+def demand(port: int, obstacle: str, world_size: int) -> str:
+    """The error of ``backend="shm"`` where that is not possible."""
+    hinder(obstacle)
+    try:
+        start(port, "shm", None, world_size)
+    except TransportUnavailableError as error:
+        return str(error)
+    return "no error"
+
+
+def run_anew(size: int, job, *arguments):
+    """What ``job`` returns on ranks that have yet to initialize."""
+    store, port = serve_store()
+    pool = ProcessRanks(size, backend=None, environment={"BAGUA_LOG": "info"})
+    results = pool.run(job, port, *arguments)
+    del store
+    return results
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "backend"),
+    [("none", "shm"), ("no_shared_memory", "gloo"), ("no_descriptors", "gloo"), ("no_connection", "gloo")],
+)
+def test_the_default_backend(obstacle: str, backend: str) -> None:
+    """Shared memory if all ranks can have it; what one rank lacks all lack, and the log says so."""
+    outcomes = run_anew(3, start_without_a_choice, obstacle, None)
+    for own_backend, total, log in outcomes:
+        assert (own_backend, total) == (backend, 6.0)
+        assert ("rank 1" in log and "for this test" in log) is (obstacle != "none"), log
+        assert f"backend {backend}" in log
+    warned = ["cannot share memory" in log for *_, log in outcomes]
+    assert warned == [obstacle != "none", False, False], "one rank of the host warns, once"
+
+
+def test_the_default_backend_on_several_hosts() -> None:
+    for nodes, backend in (((0, 0, 1), "hybrid"), ((0, 1, 2), "gloo")):
+        outcomes = run_anew(3, start_without_a_choice, "none", nodes)
+        assert [outcome[:2] for outcome in outcomes] == [(backend, 6.0)] * 3
+
+
+@pytest.mark.parametrize("obstacle", ["no_shared_memory", "no_descriptors", "no_connection"])
+def test_a_demand_that_cannot_be_met(obstacle: str) -> None:
+    for text in run_anew(3, demand, obstacle, 3):
+        assert "for this test" in text, text
