@@ -98,12 +98,18 @@ def test_what_cannot_be_measured_is_said(
     capfd.readouterr()
 
 
-def test_the_command_prints_a_table_and_writes_what_auto_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker.Found:
+    """What the command finds of a script, on a machine of four cores."""
     found = measured(tmp_path, SCRIPT, "bytegrad")
     monkeypatch.setattr(command, "_measured", lambda _: found)
     monkeypatch.setattr(command, "probe_machine", lambda: MachineFacts(cores=4))
+    return found
+
+
+def test_the_command_prints_a_table_and_writes_what_auto_reads(
+    found: worker.Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, plot = tmp_path / "advice.json", tmp_path / "advice.png"
     assert command.main(["--link", "100kbit", "--out", str(out), "--plot", str(plot), "train.py"]) == 0
     said = capsys.readouterr().out
@@ -147,42 +153,30 @@ def test_a_name_that_nobody_registers_is_refused_before_a_step(
     assert "bagua advise: there is no algorithm 'bytgrad'" in capsys.readouterr().err
 
 
-def test_a_script_among_the_names_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--algorithms", "bytegrad", "train.py"])
-    assert "train.py is a script: put -- before it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--out", "--plot"])
-def test_a_folder_that_is_not_there_is_said_before_the_measurement(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--algorithms", "bytegrad"], "train.py is a script: put -- before it"),
+        *(([option, "TMP/none/advice"], "there is no such folder") for option in ("--out", "--plot")),
+        *(([option, "TMP"], "is a folder") for option in ("--out", "--plot")),
+        *(
+            (["--seconds", seconds], f"expected seconds >= 0, at most 31536000 (a year), got {seconds}")
+            for seconds in ("nan", "inf", "-1")
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_the_measurement(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        command.main([option, str(tmp_path / "none" / "advice"), "train.py"])
-    assert "there is no such folder" in capsys.readouterr().err
+        command.main([*(argument.replace("TMP", str(tmp_path)) for argument in arguments), "train.py"])
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--out", "--plot"])
-def test_a_folder_is_no_file(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main([option, str(tmp_path), "train.py"])
-    assert "is a folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
-def test_a_measurement_has_an_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--seconds", seconds, "train.py"])
-    assert f"expected seconds >= 0, at most 31536000 (a year), got {seconds}" in capsys.readouterr().err
-
-
+@pytest.mark.usefixtures("found")
 def test_what_cannot_be_written_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = measured(tmp_path, SCRIPT, "bytegrad")
-    monkeypatch.setattr(command, "_measured", lambda _: found)
-    monkeypatch.setattr(command, "probe_machine", lambda: MachineFacts(cores=4))
-
     def refuse(*_: object) -> bool:
         raise ValueError("no such kind of picture")
 
@@ -206,54 +200,39 @@ def test_a_thread_of_the_script_that_never_ends_keeps_nobody(
     capfd.readouterr()
 
 
+@pytest.mark.usefixtures("found")
 def test_who_is_terminated_while_calls_are_measured_ends_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = measured(tmp_path, SCRIPT, "bytegrad")
-    monkeypatch.setattr(command, "_measured", lambda _: found)
     monkeypatch.setattr(command, "probe_machine", lambda: signal.raise_signal(signal.SIGTERM))
     assert command.main(["train.py"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("starting", [False, True], ids=["waiting", "starting"])
 def test_who_is_interrupted_or_terminated_ends_all_processes(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    starting: bool, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """While it waits for them, and while it starts the first."""
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
         started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if starting:
+            signal.raise_signal(number)
         return started[-1]
 
-    def interrupt(*_: object) -> None:
-        signal.raise_signal(number)
-
     monkeypatch.setattr(command.subprocess, "Popen", start)
-    monkeypatch.setattr(command, "_wait_for", interrupt)
+    monkeypatch.setattr(command, "_wait_for", lambda *_: signal.raise_signal(number))
     assert command.main(["--ranks-per-host", "2", "train.py"]) == 130
-    assert len(started) == 2
-    assert all(process.poll() is not None for process in started)
+    ended = [process.poll() is not None for process in started]
+    for process in started:
+        process.kill()
+        process.wait()
+    assert ended == [True] * (1 if starting else 2)
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_who_is_terminated_while_a_process_starts_ends_that_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
-        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        signal.raise_signal(signal.SIGTERM)
-        return started[-1]
-
-    monkeypatch.setattr(command.subprocess, "Popen", start)
-    assert command.main(["--ranks-per-host", "2", "train.py"]) == 130
-    (process,) = started
-    ended = process.poll() is not None
-    process.kill()
-    process.wait()
-    assert ended
 
 
 @pytest.mark.parametrize(("ends", "said"), [("os._exit(3)", "exit status 3"), ("os.abort()", "was killed by SIGABRT")])
