@@ -108,20 +108,14 @@ def test_frames_that_are_almost_due_may_leave_and_are_not_late() -> None:
     assert schedule.report.late_frames == 0
 
 
-def test_a_queue_has_an_end() -> None:
-    schedule = FrameSchedule(2, receive_bytes_per_s=100_000.0)
-    for _ in range(20):
-        schedule.take(0, frame(1, 1000), 0.0)
-    assert schedule.report.overflowed == 14  # 50 ms hold 5 of 10 ms, and the one that is sent
-    assert len(due(schedule, 1.0)) == 6
-
-
-def test_a_queue_holds_a_round_trip() -> None:
+@pytest.mark.parametrize(("delay_s", "held"), [(0.0, 5), (0.05, 10)])
+def test_a_queue_holds_50_ms_or_a_round_trip(delay_s: float, held: int) -> None:
     """What TCP has under way, so that a link stays busy while a window that was halved grows again."""
-    schedule = FrameSchedule(2, delay_s=0.05, receive_bytes_per_s=100_000.0)
+    schedule = FrameSchedule(2, delay_s=delay_s, receive_bytes_per_s=100_000.0)
     for _ in range(20):
         schedule.take(0, frame(1, 1000), 0.0)
-    assert schedule.report.overflowed == 9  # 100 ms hold 10 of 10 ms, and the one that is sent
+    assert schedule.report.overflowed == 20 - (held + 1)  # of 10 ms each, and the one that is sent
+    assert len(due(schedule, 1.0)) == held + 1
 
 
 def test_losses_have_the_share_that_was_asked_for() -> None:
@@ -158,9 +152,7 @@ def test_bad_arguments_and_no_permission(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(network, "refusal", lambda: "no root")
     assert main(["lab", "t.py"]) == command.NOT_AVAILABLE
     assert capsys.readouterr().err == "no root\n"
-
-
-def test_more_hosts_than_addresses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
     assert main(["lab", "--hosts", "251", "t.py"]) == command.NOT_AVAILABLE
     assert "at most 250 hosts" in capsys.readouterr().err
 
@@ -195,43 +187,29 @@ def test_what_a_rank_leaves_behind_holds_nobody_up(
 
 
 @pytest.mark.usefixtures("two_places")
+@pytest.mark.parametrize("starting", [False, True], ids=["waiting", "starting"])
 def test_who_is_terminated_ends_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, started = tmp_path / "sleeps.py", []
+    """While it waits for them, and while it starts the first."""
+    script, started, popen = tmp_path / "sleeps.py", [], subprocess.Popen
     script.write_text("import time; time.sleep(600)")
 
-    def terminate(ranks: command.Ranks) -> int:
-        started.extend(ranks._processes)
-        signal.raise_signal(signal.SIGTERM)
-        return 0
-
-    monkeypatch.setattr(command.Ranks, "_wait", terminate)
-    assert main(["lab", str(script)]) == command.INTERRUPTED
-    assert len(started) == 2
-    assert all(process.poll() is not None for process in started)
-    assert "interrupted" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("two_places")
-def test_who_is_terminated_while_a_rank_starts_ends_that_one_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, started, start = tmp_path / "sleeps.py", [], subprocess.Popen
-    script.write_text("import time; time.sleep(600)")
-
-    def terminated(*arguments: Any, **options: Any) -> Any:
-        started.append(start(*arguments, **options))
-        signal.raise_signal(signal.SIGTERM)
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, **options))
+        if starting:
+            signal.raise_signal(signal.SIGTERM)
         return started[-1]
 
-    monkeypatch.setattr(command.subprocess, "Popen", terminated)
+    monkeypatch.setattr(command.subprocess, "Popen", start)
+    monkeypatch.setattr(command.Ranks, "_wait", lambda _: signal.raise_signal(signal.SIGTERM) or 0)
     assert main(["lab", str(script)]) == command.INTERRUPTED
-    (process,) = started
-    ended = process.poll() is not None
-    process.kill()
-    process.wait()
-    assert ended
+    ended = [process.poll() is not None for process in started]
+    for process in started:
+        process.kill()
+        process.wait()
+    assert ended == [True] * (1 if starting else 2)
+    assert "interrupted" in capsys.readouterr().err
 
 
 @needs_lab
