@@ -125,24 +125,18 @@ def test_a_wait_with_a_timeout_does_block(ranks: list[Rank]) -> None:
     assert rank.backend.ended == ["abort"]
 
 
-def test_a_deadline_breaks_the_communicator_and_the_next_call_says_so(ranks: list[Rank]) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_deadline_breaks_the_communicator_and_the_wait_or_the_next_call_says_so(
+    ranks: list[Rank], waits: bool
+) -> None:
     rank = ranks[0]
-    rank.comm.allreduce(torch.ones(2), timeout=0.05)  # Nobody waits for it.
+    work = rank.comm.allreduce(torch.ones(2), async_op=waits, timeout=0.05)
     until(lambda: rank.backend.ended == ["abort"])
     with pytest.raises(CollectiveTimeoutError) as caught:
-        rank.comm.allreduce(torch.ones(2))
+        work.wait() if waits else rank.comm.allreduce(torch.ones(2))
     assert (caught.value.timeout_s, caught.value.peers) == (0.05, (1,))
     with pytest.raises(CommunicatorClosedError):
         rank.comm.allreduce(torch.ones(2))
-
-
-def test_a_deadline_breaks_the_communicator_and_the_wait_says_so(ranks: list[Rank]) -> None:
-    rank = ranks[0]
-    work = rank.comm.allreduce(torch.ones(2), async_op=True, timeout=0.05)
-    until(lambda: rank.backend.ended == ["abort"])
-    with pytest.raises(CollectiveTimeoutError):
-        work.wait()
-    assert not rank.comm.usable
 
 
 def test_the_reason_of_a_peer_that_left_reaches_the_next_call(ranks: list[Rank]) -> None:

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,19 +36,25 @@ def membership(store: Any, rank: int, size: int = 4, nodes: tuple[int, ...] | No
     return Membership(store, rank, RANKS[:size], nodes or (0,) * size, 5.0, label="test")
 
 
-def connected(store: Any, nodes: tuple[int, ...] | None = None, size: int = 4) -> list[Mailbox]:
-    boxes = [Mailbox(membership(store, rank, size, nodes)) for rank in range(size)]
-    with ThreadPoolExecutor(size) as threads:
-        list(threads.map(Mailbox.meet, boxes))
-    return boxes
+@pytest.fixture
+def connected() -> Iterator[Callable[..., list[Mailbox]]]:
+    """Makes mailboxes that have met, and closes them at the end."""
+    made: list[Mailbox] = []
+
+    def connect(store: Any, nodes: tuple[int, ...] | None = None, size: int = 4) -> list[Mailbox]:
+        made.extend(Mailbox(membership(store, rank, size, nodes)) for rank in range(size))
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(Mailbox.meet, made))
+        return made
+
+    yield connect
+    for box in made:
+        box.close()
 
 
 @pytest.fixture
-def boxes() -> Iterator[list[Mailbox]]:
-    made = connected(HashStore())
-    yield made
-    for box in made:
-        box.close()
+def boxes(connected: Callable[..., list[Mailbox]]) -> list[Mailbox]:
+    return connected(HashStore())
 
 
 def test_all_well(boxes: list[Mailbox]) -> None:
@@ -93,41 +99,28 @@ def test_waiting_for_everyone_ends_with_those_who_stay_silent(
     assert boxes[0].find_out(everyone=True) == Findings(lost=(6,), silent=(7,))
 
 
-def test_a_refusal_of_a_host_that_was_never_reached_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = (0, 0, 1, 1)
-    store = HashStore()
-    boxes = [Mailbox(membership(store, rank, nodes=nodes)) for rank in range(4)]
-    own, reach = c10d_notices._Address, Mailbox._reach
-    monkeypatch.setattr(Mailbox, "_reach", lambda box, ranks, notice: dict.fromkeys(ranks, False))
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(Mailbox.meet, boxes))
-    assert boxes[0].look() == Findings(silent=(5, 6, 7))
-    monkeypatch.setattr(Mailbox, "_reach", reach)
-    assert isinstance(boxes[0]._addresses[2], own)
-    for box in boxes:
-        box.close()
+def test_a_refusal_of_a_host_that_was_never_reached_proves_nothing(
+    connected: Callable[..., list[Mailbox]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unreachable:
+        unreachable.setattr(Mailbox, "_reach", lambda box, ranks, notice: dict.fromkeys(ranks, False))
+        boxes = connected(HashStore(), (0, 0, 1, 1))
+        assert boxes[0].look() == Findings(silent=(5, 6, 7))
+    assert isinstance(boxes[0]._addresses[2], c10d_notices._Address)
 
 
-def test_other_hosts_are_reached_by_the_address_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+@pytest.mark.parametrize("device", ["lo", "no-such-device", "lo, eth7"])
+def test_other_hosts_are_reached_by_the_address_that_gloo_takes(
+    connected: Callable[..., list[Mailbox]], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Gloo says what is wrong with a device; the mailboxes of this host work until then."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", device)
     boxes = connected(HashStore(), (0, 0, 1, 1))
     assert {address.host for address in boxes[0]._addresses.values()} == {"127.0.0.1"}
     boxes[3].close()
     assert boxes[0].look().lost == (7,)
-    for box in boxes:
-        box.close()
-
-
-@pytest.mark.parametrize("device", ["no-such-device", "lo, eth7"])
-def test_without_the_device_a_mailbox_is_at_the_loopback_address(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Gloo says what is wrong with the device; the mailboxes of this host work until then."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", device)
-    boxes = connected(HashStore(), (0, 0, 1, 1))
-    assert {address.host for address in boxes[0]._addresses.values()} == {"127.0.0.1"}
     boxes[1].tell(CAUSE)
     assert boxes[0].cause() == CAUSE
-    for box in boxes:
-        box.close()
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"\xff\n{}", b'wrong\n{"rank": 1, "cause": null}', b"x" * 20_000])
@@ -187,11 +180,9 @@ def test_a_forked_child_does_not_make_its_parent_look_alive(boxes: list[Mailbox]
         theirs.close()
 
 
-def test_ranks_find_each_other_through_a_file(tmp_path: Any) -> None:
+def test_ranks_find_each_other_through_a_file(connected: Callable[..., list[Mailbox]], tmp_path: Path) -> None:
     boxes = connected(FileStore(str(tmp_path / "store"), 2), size=2)
     assert boxes[0].look() == Findings(silent=(5,))
-    for box in boxes:
-        box.close()
 
 
 def test_no_socket_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:

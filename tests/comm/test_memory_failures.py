@@ -164,44 +164,30 @@ def test_a_rank_silent_at_any_step(call: tuple[str, int]) -> None:
             assert outcome is True or isinstance(outcome, errors), (number, outcome)
 
 
-def test_a_result_read_from_a_tensor_taken_back_is_not_returned() -> None:
-    """Rank 0 gives up in the last barrier and reuses its tensor, while rank 1 still reads it."""
+@pytest.mark.parametrize(
+    ("kind", "step", "numel"), [("broadcast", "pass", LARGE), ("send", "take", SMALL), ("send", "take", LARGE)]
+)
+def test_what_was_read_from_a_tensor_taken_back_is_not_returned(kind: str, step: str, numel: int) -> None:
+    """Rank 0 gives up and reuses its tensor, while rank 1 still reads it: at the last barrier, or as a message."""
     given_up = threading.Event()
 
-    def delay(step: Step) -> None:
-        if step.rank == 1 and step.name == "pass" and step.call.kind == "broadcast":
+    def delay(at: Step) -> None:
+        if at.rank == 1 and at.name == step and at.call.kind in ("broadcast", "recv"):
             assert given_up.wait(60)
 
-    tensors = [torch.ones(LARGE), torch.zeros(LARGE)]
-
     def job(comm: Communicator) -> None:
+        tensor = torch.full((numel,), 1.0 - comm.rank)
         try:
-            comm.broadcast(tensors[comm.rank], 0, timeout=0.1 if comm.rank == 0 else 10)
+            if kind == "broadcast":
+                comm.broadcast(tensor, 0, timeout=0.1 if comm.rank == 0 else 10)
+            elif comm.rank == 1:
+                comm.recv(tensor, 0)
+            else:
+                comm.send(tensor, 1, timeout=0.1)
         finally:
             if comm.rank == 0:
-                tensors[0].fill_(666.0)
+                tensor.fill_(666.0)
                 given_up.set()
-
-    outcomes = run(2, job, fault=delay)
-    assert isinstance(outcomes[0], CollectiveTimeoutError)
-    assert isinstance(outcomes[1], CollectiveTimeoutError)
-    assert "this rank came late" in str(outcomes[1])
-
-
-def test_a_message_read_from_a_tensor_taken_back_is_not_returned() -> None:
-    given_up = threading.Event()
-
-    def delay(step: Step) -> None:
-        if step.name == "take":
-            assert given_up.wait(60)
-
-    def job(comm: Communicator) -> None:
-        if comm.rank == 1:
-            comm.recv(torch.zeros(3), 0)
-        try:
-            comm.send(torch.zeros(3), 1, timeout=0.1)
-        finally:
-            given_up.set()
 
     outcomes = run(2, job, fault=delay)
     assert isinstance(outcomes[0], CollectiveTimeoutError)

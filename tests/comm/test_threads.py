@@ -21,21 +21,14 @@ from tests.comm.memory_ranks import membership, run, values
 pytestmark = pytest.mark.threads
 
 
-def test_a_rank_in_another_process_is_refused_by_itself() -> None:
-    store = HashStore()
-    store.set("threads/world/0", '"a world of another process"')
-    store.set("threads/refusal/0", '""')
-    with pytest.raises(TransportUnavailableError, match="rank 1: it is in process") as caught:
-        ThreadsTransport(membership(store, 1, 2))
+@pytest.mark.parametrize(("rank", "world", "refusal"), [(1, "another process", ""), (0, "", "it is in process 5")])
+def test_a_rank_in_another_process_is_refused_by_itself_and_by_the_others(rank: int, world: str, refusal: str) -> None:
+    store, other = HashStore(), 1 - rank
+    store.set(f"threads/world/{other}", f'"{world}"')
+    store.set(f"threads/refusal/{other}", f'"{refusal}"')
+    with pytest.raises(TransportUnavailableError, match=f"rank 1: {refusal or 'it is in process'}") as caught:
+        ThreadsTransport(membership(store, rank, 2))
     assert caught.value.peers == (1,)
-
-
-def test_a_rank_in_another_process_is_refused_by_the_others() -> None:
-    store = HashStore()
-    store.set("threads/world/1", '""')
-    store.set("threads/refusal/1", '"it is in process 5"')
-    with pytest.raises(TransportUnavailableError, match="rank 1: it is in process 5"):
-        ThreadsTransport(membership(store, 0, 2))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
