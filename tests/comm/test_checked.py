@@ -87,71 +87,62 @@ def test_both_halves_of_an_exchange_are_compared() -> None:
 # Programs that are right without checks are right with them.
 
 
-def both_send_first(comm: Communicator) -> None:
-    other = 1 - comm.rank
-    sending = comm.send(torch.full((2,), float(comm.rank)), other, async_op=True)
-    tensor = torch.empty(2)
+def at_once(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
+    comm.sendrecv(tensor, mine, other, other)
+
+
+def one_at_a_time(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
+    comm.recv(tensor, other)
+    comm.send(mine, other)
+
+
+def from_anybody(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
+    assert comm.recv_any(tensor) == other
+    comm.send(mine, other)
+
+
+def send_first(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
+    sending = comm.send(mine, other, async_op=True)
     comm.recv(tensor, other)
     sending.wait()
-    assert tensor.equal(torch.full((2,), float(other)))
 
 
-def both_receive_first(comm: Communicator) -> None:
-    other = 1 - comm.rank
-    tensor = torch.empty(2)
+def receive_first(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
     receiving = comm.recv(tensor, other, async_op=True)
-    comm.send(torch.full((2,), float(comm.rank)), other)
+    comm.send(mine, other)
     receiving.wait()
-    assert tensor.equal(torch.full((2,), float(other)))
 
 
-def an_exchange_against_two_messages(comm: Communicator) -> None:
-    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
-    tensor = torch.empty(2)
-    if comm.rank == 0:
-        comm.sendrecv(tensor, mine, other, other)
-    else:
-        works = [comm.recv(tensor, other, async_op=True), comm.send(mine, other, async_op=True)]
-        for work in works:
-            work.wait()
-    assert tensor.equal(torch.full((2,), float(other)))
+def in_two(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int, order: int = 1) -> None:
+    works = [comm.recv(tensor, other, async_op=True), comm.send(mine, other, async_op=True)]
+    for work in works[::order]:
+        work.wait()
 
 
-def one_at_a_time_against_an_exchange(comm: Communicator) -> None:
-    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
-    tensor = torch.empty(2)
-    if comm.rank == 0:
-        comm.sendrecv(tensor, mine, other, other)
-    else:
-        comm.recv(tensor, other)
-        comm.send(mine, other)
-    assert tensor.equal(torch.full((2,), float(other)))
+def in_two_backwards(comm: Communicator, tensor: torch.Tensor, mine: torch.Tensor, other: int) -> None:
+    in_two(comm, tensor, mine, other, -1)
 
 
-def one_at_a_time_against_two_the_other_way_round(comm: Communicator) -> None:
-    """What rank 1 tells first is not what rank 0 waits for first."""
-    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
-    tensor = torch.empty(2)
-    if comm.rank == 0:
-        comm.recv(tensor, other)
-        comm.send(mine, other)
-    else:
-        works = [comm.recv(tensor, other, async_op=True), comm.send(mine, other, async_op=True)]
-        for work in reversed(works):
-            work.wait()
-    assert tensor.equal(torch.full((2,), float(other)))
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (send_first, send_first),
+        (receive_first, receive_first),
+        (at_once, in_two),
+        (at_once, one_at_a_time),
+        # What rank 1 tells first is not what rank 0 waits for first.
+        (one_at_a_time, in_two_backwards),
+        (from_anybody, receive_first),
+    ],
+    ids=lambda ways: " and ".join(way.__name__ for way in ways),
+)
+def test_ranks_may_exchange_in_ways_of_their_own(ways: tuple[Callable[..., None], Callable[..., None]]) -> None:
+    def program(comm: Communicator) -> list[float]:
+        tensor, other = torch.empty(2), 1 - comm.rank
+        ways[comm.rank](comm, tensor, torch.full((2,), float(comm.rank)), other)
+        return tensor.tolist()
 
-
-def any_source_against_two_the_other_way_round(comm: Communicator) -> None:
-    tensor = torch.empty(2)
-    if comm.rank == 0:
-        assert comm.recv_any(tensor) == 1
-        comm.send(torch.ones(2), 1)
-    else:
-        receiving = comm.recv(tensor, 0, async_op=True)
-        comm.send(torch.ones(2), 0)
-        receiving.wait()
-    assert tensor.equal(torch.ones(2))
+    assert values(run_on_gloo(2, program, transport=checked)) == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def any_source_before_a_rank_that_is_named(comm: Communicator) -> None:
@@ -195,12 +186,6 @@ def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        both_send_first,
-        both_receive_first,
-        an_exchange_against_two_messages,
-        one_at_a_time_against_an_exchange,
-        one_at_a_time_against_two_the_other_way_round,
-        any_source_against_two_the_other_way_round,
         any_source_before_a_rank_that_is_named,
         a_collective_is_started_before_a_message_is_awaited,
         messages_in_a_row_keep_their_order,

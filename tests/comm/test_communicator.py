@@ -29,11 +29,12 @@ class Scripted(Transport):
 
     def __init__(self, size=3):
         super().__init__(Membership(thread_store(), 0, tuple(range(size)), (0,) * size, 9.0, "test"))
-        self.calls, self.aborts, self.closed = [], [], 0
+        self.calls, self.tensors, self.aborts, self.closed = [], [], [], 0
         self.then = lambda call: DONE
 
     def start(self, call, source, target, timeout_s, asynchronous):
         self.calls.append((call, timeout_s, asynchronous))
+        self.tensors.append((source, target))
         return self.then(call)
 
     def abort(self, reason, culprit=None):
@@ -91,18 +92,11 @@ def test_a_call_is_described_to_the_transport(comm, transport):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_call_in_place_has_one_tensor(asynchronous):
-    pairs = []
-
-    class Noting(Scripted):
-        def start(self, call, source, target, timeout_s, asynchronous):
-            pairs.append((source, target))
-            return DONE
-
-    comm, tensor = Communicator(Noting(), 9.0), torch.ones(3, requires_grad=asynchronous)
+def test_a_call_in_place_has_one_tensor(comm, transport, asynchronous):
+    tensor = torch.ones(3, requires_grad=asynchronous)
     comm.allreduce(tensor, async_op=asynchronous)
     comm.broadcast(tensor, 0, async_op=asynchronous)
-    for source, target in pairs:
+    for source, target in transport.tensors:
         assert source is target
         assert source.data_ptr() == tensor.data_ptr()
         assert not source.requires_grad
@@ -211,15 +205,9 @@ def test_objects_to_scatter_have_an_order(comm, wrong):
 
 def test_the_result_is_copied_back_when_the_wait_is_over(comm, transport):
     odd = torch.zeros(2, 3).t()
-    stage = {}
-
-    class Writing(Scripted):
-        def start(self, call, source, target, timeout_s, asynchronous):
-            stage["target"] = target
-            return Later()
-
-    work = Communicator(Writing(), 9.0).allreduce(odd, async_op=True)
-    stage["target"].fill_(5.0)
+    transport.then = lambda call: Later()
+    work = comm.allreduce(odd, async_op=True)
+    transport.tensors[0][1].fill_(5.0)
     assert odd.sum().item() == 0.0
     work.wait()
     assert odd.sum().item() == 30.0

@@ -126,22 +126,31 @@ def lose_a_rank_asynchronously(deadline_s: float) -> None:
 # Ranks that are late.
 
 
+def without_the_culprit(call: Callable[[], Any]) -> Caught:
+    """The error of ``call``, which the culprit makes when another rank has got one."""
+    if communicator().rank == CULPRIT:
+        wait_until_said("gave up", 1)
+    result = caught(call)
+    say("gave up")
+    return result
+
+
 def come_late(kind: str, deadline_s: float) -> Caught:
     comm = communicator()
     perform("allreduce", comm, CallSetting())
-    late = comm.rank == CULPRIT
-    if late:
-        wait_until_said("gave up", 1)
-    tensor = torch.ones(3, device=home(comm))
+    late, tensor = comm.rank == CULPRIT, torch.ones(3, device=home(comm))
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: comm.allreduce(tensor, timeout=deadline_s),
         "recv": lambda: comm.send(tensor, 0) if late else comm.recv(tensor, CULPRIT, timeout=deadline_s),
         "allgather_object": lambda: comm.allgather_object("x", timeout=deadline_s),
         "broadcast_coalesced": lambda: comm.broadcast_coalesced([tensor], CULPRIT, timeout=deadline_s),
     }
-    error = caught(calls[kind])
-    say("gave up")
-    return error
+    found = without_the_culprit(calls[kind])
+    copy = pickle.loads(pickle.dumps(found.error))
+    assert type(copy) is type(found.error)
+    assert str(copy) == str(found.error)
+    assert vars(copy) == vars(found.error)
+    return found
 
 
 def come_just_in_time() -> None:
@@ -156,24 +165,21 @@ def time_out_with_facts(deadline_s: float) -> BaguaError:
     comm = communicator()
     for kind in ("broadcast", "barrier", "allreduce"):
         perform(kind, comm, CallSetting())
-    if comm.rank == CULPRIT:
-        wait_until_said("gave up", 1)
     tensor = torch.ones(3, dtype=torch.float64, device=home(comm))
-    error = caught(lambda: comm.allreduce(tensor, timeout=deadline_s)).error
-    say("gave up")
-    return error
+    return without_the_culprit(lambda: comm.allreduce(tensor, timeout=deadline_s)).error
 
 
 def wait_with_timeout() -> Caught:
     """Rank 0 loses patience; the others would have waited for much longer."""
     comm = communicator()
     perform("allreduce", comm, CallSetting())
-    if comm.rank == CULPRIT:
-        wait_until_said("gave up", 1)
-    work = comm.allreduce(torch.ones(3, device=home(comm)), async_op=True, timeout=PATIENT_S)
-    assert work is not None
-    result = caught(lambda: work.wait(0.4 if comm.rank == 0 else None))
-    say("gave up")
+
+    def wait() -> None:
+        work = comm.allreduce(torch.ones(3, device=home(comm)), async_op=True, timeout=PATIENT_S)
+        assert work is not None
+        work.wait(0.4 if comm.rank == 0 else None)
+
+    result = without_the_culprit(wait)
     assert not comm.usable
     return result
 
@@ -185,12 +191,9 @@ def abort_from_thread() -> Caught:
     """All wait for the culprit, until a thread of rank 0 ends that."""
     comm = communicator()
     perform("allreduce", comm, CallSetting())
-    if comm.rank == CULPRIT:
-        wait_until_said("gave up", 1)
     if comm.rank == 0:
         threading.Timer(0.5, comm.abort, ["because of this test"]).start()
-    result = caught(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=PATIENT_S))
-    say("gave up")
+    result = without_the_culprit(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=PATIENT_S))
     comm.abort("once more")
     assert not comm.usable
     assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
@@ -251,15 +254,3 @@ def break_one_of_two() -> None:
     assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
     perform("allreduce", communicator(), CallSetting())
     comm.close()
-
-
-def pickle_an_error(deadline_s: float) -> None:
-    comm = communicator()
-    if comm.rank == CULPRIT:
-        wait_until_said("gave up", 1)
-    error = caught(lambda: comm.barrier(timeout=deadline_s)).error
-    say("gave up")
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == str(error)
-    assert vars(copy) == vars(error)

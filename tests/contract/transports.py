@@ -289,10 +289,6 @@ class TransportContract:
     test_closing = _on_every_size(failures.close_twice)
     test_a_broken_communicator_leaves_others_alone = _on_most_ranks(failures.break_one_of_two, "keeps_apart")
 
-    def test_errors_survive_pickling(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks")
-        pool.run(failures.pickle_an_error, self.deadline_s, size=self.size)
-
     # What a transport that compares calls sees.
 
     @pytest.mark.parametrize("disagreement", disagreements.DISAGREEMENTS)
