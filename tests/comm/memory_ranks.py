@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+import bagua.comm
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.base import Membership, Transport
@@ -199,3 +200,12 @@ def agrees(comm: Communicator, kind: str, numel: int, times: int = 1, **options:
     for number in range(times):
         perform(kind, comm, CallSetting(shape=(numel,), root=comm.size - 1, seed=1 + number, options=options))
     return True
+
+
+def all_kinds(numels: tuple[int, ...]) -> None:
+    """Make each call on the default group, in both ways."""
+    comm = bagua.comm.get_default_group().global_communicator
+    for kind in KINDS:
+        for numel in numels if kind != "barrier" else (0,):
+            for async_op in (False, True):
+                agrees(comm, kind, numel, async_op=async_op)

@@ -22,10 +22,11 @@ from bagua.comm.transports.shm import attach as shm_attach
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
-from tests.comm.memory_ranks import KINDS, agrees, ramp
+from tests.comm.memory_ranks import all_kinds, ramp
 from tests.contract.transports import TransportContract
 
 pytestmark = pytest.mark.hybrid
+NUMELS = (0, 1, 7, 20_001)
 
 
 class RanksOnTwoHosts(ProcessRanks):
@@ -54,17 +55,9 @@ def pool():
     return ProcessRanks(6, backend="hybrid")
 
 
-def all_kinds() -> None:
-    comm = bagua.comm.get_default_group().global_communicator
-    for kind in KINDS:
-        for numel in (0, 1, 7, 20_001) if kind != "barrier" else (0,):
-            for async_op in (False, True):
-                agrees(comm, kind, numel, async_op=async_op)
-
-
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [1, 1], [3]], ids=str)
 def test_layouts(pool, hosts: list[int]) -> None:
-    pool.run(all_kinds, hosts=hosts)
+    pool.run(all_kinds, NUMELS, hosts=hosts)
 
 
 def backends() -> tuple[str, str]:
@@ -284,7 +277,7 @@ def live_on_two_hosts(backend: str | None, near: str, far: str) -> tuple[str, tu
         bagua.comm.init_process_group(backend=backend, store=store, rank=rank, world_size=3, timeout=patience)
     except TransportUnavailableError as error:
         return str(error)
-    all_kinds()
+    all_kinds(NUMELS)
     group = bagua.comm.get_default_group()
     group.global_communicator.barrier()
     return group.global_communicator.backend, group.node_sizes

@@ -27,7 +27,7 @@ from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
-from tests.comm.memory_ranks import KINDS, LARGE, SMALL, agrees, ramp
+from tests.comm.memory_ranks import KINDS, LARGE, SMALL, agrees, all_kinds, ramp
 
 pytestmark = pytest.mark.shm
 
@@ -57,14 +57,6 @@ def summed(comm: Communicator, numel: int) -> torch.Tensor:
 
 
 # Results.
-
-
-def all_kinds(numels: tuple[int, ...]) -> None:
-    comm = communicator()
-    for kind in KINDS:
-        for numel in numels if kind != "barrier" else (0,):
-            for async_op in (False, True):
-                agrees(comm, kind, numel, async_op=async_op)
 
 
 def reduce_in_place(numel: int) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed
@@ -14,10 +14,11 @@ import torch.distributed
 import bagua.comm
 import bagua.distributed
 import bagua.torch_api
-from tests.contract.exercises import CallSetting, Exercise, as_it_is
+from tests.contract.exercises import Exercise, as_it_is
 from tests.contract.reference import assert_same
 from tests.programs.mirror import MIRROR, REDUCING
 from tests.programs.places import Place
+from tests.programs.programs import Step
 
 SIZE = 3
 #: All ranks, and groups of some: numbers of ranks in a group are not those of the ranks.
@@ -27,21 +28,6 @@ GLOO = "gloo of torch"
 KINDS = [kind for kind in MIRROR if "object" not in kind and kind not in ("messages_with_tags", "all_to_all")]
 #: Gloo moves these between two ranks only.
 _OF_MESSAGES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call, on all ways.
-
-    Attributes:
-        kind: kind of call.
-        group: number of the group.
-        setting: on what, and how; ``root`` counts modulo the size of the group.
-    """
-
-    kind: str
-    group: int
-    setting: CallSetting
 
 
 def gloo_has(step: Step) -> bool:
@@ -90,14 +76,14 @@ def _run(ways: dict[str, list[Place | None]], program: Sequence[Step]) -> None:
                     work.wait()
     for number, (step, found) in enumerate(zip(program, begun, strict=True)):
         with _told(number, step):
-            _compare(step, found, GROUPS[step.group])
+            _compare(step, found, GROUPS[step.place])
 
 
 def _begin(ways: dict[str, list[Place | None]], step: Step) -> dict[str, Exercise]:
     """The call on each way, if this rank has a part in it."""
     found = {}
     for way, places in ways.items():
-        place = places[step.group]
+        place = places[step.place]
         if place is None or (way == GLOO and not gloo_has(step)):
             continue
         # Gloo reads tensors with gaps as if they had none, and refuses others: it gets the same numbers without gaps.

@@ -19,9 +19,9 @@ from bagua.testing import ProcessRanks
 from tests.contract.exercises import CallSetting, as_it_is
 from tests.contract.reference import COMPLEX, COPIED
 from tests.contract.results import strided, transposed, with_offset
-from tests.distributed.fuzzing import GROUPS, KINDS, SIZE, Step, gloo_has, run_programs
+from tests.distributed.fuzzing import GROUPS, KINDS, SIZE, gloo_has, run_programs
 from tests.programs.mirror import REDUCING
-from tests.programs.programs import PAIRS
+from tests.programs.programs import PAIRS, Step
 from tests.versions import TORCH, needs
 
 pytestmark = [pytest.mark.gloo, needs("the calls of Gloo that torch 2.13 has", TORCH >= (2, 13))]
@@ -45,7 +45,7 @@ def steps(draw: st.DrawFn) -> Step:
         present=draw(st.sampled_from([as_it_is, strided, transposed, with_offset])),
         options=draw(st.sampled_from([{}, {"async_op": True}])),
     )
-    return Step(kind, draw(st.sampled_from(range(len(GROUPS)))), setting)
+    return Step("mirror", kind, draw(st.sampled_from(range(len(GROUPS)))), setting)
 
 
 @pytest.mark.timeout(3_600)  # 50,000 calls take about ten minutes.
