@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 import bagua.comm
 from bagua.comm import Work
 from tests.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
+from tests.contract.results import LARGE
 
 #: How long something that must happen may take, in seconds. An upper bound, never reached.
 PATIENCE_S = 60.0
@@ -117,15 +119,15 @@ def forget_works() -> None:
 
 
 def open_and_close() -> None:
-    """However many communicators come and go, threads and open files stay as many as after the first."""
+    """However many communicators come and go, what the process has stays as much as after the first."""
     use_and_close_a_group()
     time.sleep(0.3)  # what ends by itself may take a moment; it must not hide what does not
-    before = threads_and_files()
+    before = resources()
     communicator().barrier()
     for _ in range(5):
         use_and_close_a_group()
     until = time.monotonic() + PATIENCE_S
-    while (after := threads_and_files()).total() > before.total() and time.monotonic() < until:
+    while (after := resources()).total() > before.total() and time.monotonic() < until:
         time.sleep(0.05)
     communicator().barrier()  # ranks that are threads count each other's
     assert after.total() <= before.total(), f"more than before: {after - before}; fewer: {before - after}"
@@ -135,16 +137,19 @@ def use_and_close_a_group() -> None:
     group = bagua.comm.get_default_group().duplicate()
     comm = group.global_communicator
     for options in ({}, {"async_op": True}):
-        exercise = EXERCISES["allreduce"](comm, CallSetting(options=options))
-        finish(exercise)
+        for shape in ((2, 3), (LARGE,)):
+            finish(EXERCISES["allreduce"](comm, CallSetting(shape, options=options)))
+    finish(EXERCISES["send_and_recv"](comm, CallSetting((LARGE,))))
+    comm.allreduce(comm.empty(LARGE, dtype=torch.float32, device=home(comm)).fill_(1.0))
     communicator().barrier()
     group.close()
     communicator().barrier()
 
 
-def threads_and_files() -> Counter[str]:
-    """How many there are of each name."""
-    found: Counter[str] = Counter()
+def resources() -> Counter[str]:
+    """How many threads and open files there are of each name, and mappings of shared memory."""
+    gc.collect()
+    found = Counter({"mappings": Path("/proc/self/maps").read_text().count("memfd:bagua")})
     for path in [*Path("/proc/self/task").iterdir(), *Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):  # It has ended meanwhile.
             name = (path / "comm").read_text().strip() if path.parent.name == "task" else os.readlink(path)
