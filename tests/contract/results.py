@@ -9,7 +9,7 @@ import torch
 import bagua.comm
 from bagua.comm import ReduceOp
 from tests.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
-from tests.contract.reference import COPIED, FLOATS, LEGAL, assert_same, values
+from tests.contract.reference import COPIED, FLOATS, LEGAL
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
@@ -137,40 +137,6 @@ def exercise_on_inference_tensors() -> None:
     assert work is not None
     for tensor in work.get_future().wait():
         assert tensor.tolist() == [communicator().size] * 3
-
-
-def overlap_output_and_input() -> None:
-    """Where the output lies upon the input, the result is what separate tensors give."""
-    comm = communicator()
-    size, rank, device = comm.size, comm.rank, home(comm)
-    own = [values((size, 4), torch.float32, 50 + other).to(device) for other in range(size)]
-
-    both = own[rank].clone()
-    comm.alltoall(both, both)
-    assert_same(both, torch.stack([sent[rank] for sent in own]), "alltoall onto its input")
-
-    both = own[rank].clone()
-    comm.reduce_scatter(both[0], both)
-    assert_same(both[0], sum(own[1:], own[0])[rank], "reduce_scatter into its input", rounding_steps=size)
-    assert_same(both[1:], own[rank][1:], "reduce_scatter beside its output")
-
-    both = own[rank].clone()
-    comm.allgather(both, both[size - 1])
-    assert_same(both, torch.stack([sent[-1] for sent in own]), "allgather from its output")
-
-    both = own[rank].clone()
-    comm.gather(both if rank == 0 else None, both[1 % size])
-    if rank == 0:
-        assert_same(both, torch.stack([sent[1 % size] for sent in own]), "gather from its output")
-
-    both = own[rank].clone()
-    comm.scatter(both[0], both if rank == 0 else None)
-    assert_same(both[0], own[0][rank], "scatter into its input")
-
-    line = values((9,), torch.float32, 70 + rank).to(device)
-    expected = values((9,), torch.float32, 70 + (rank - 1) % size)[:6]
-    comm.sendrecv(line[3:], line[:6], (rank - 1) % size, (rank + 1) % size)
-    assert_same(line[3:], expected, "sendrecv onto its input")
 
 
 def send_to_oneself() -> None:

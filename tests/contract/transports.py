@@ -152,7 +152,6 @@ class TransportContract:
     test_tensors_that_require_gradients = _on_every_size(results.use_tensors_with_history)
     test_inference_mode = _on_every_size(results.exercise_in_inference_mode)
     test_tensors_made_in_inference_mode = _on_every_size(results.exercise_on_inference_tensors)
-    test_output_and_input_may_overlap = _on_every_size(results.overlap_output_and_input)
     test_messages_to_oneself_arrive = _on_every_size(results.send_to_oneself)
     test_shapes_may_differ_where_sizes_agree = _on_every_size(results.use_other_shapes)
 

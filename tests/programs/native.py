@@ -80,26 +80,34 @@ def _messages_of_objects(comm: Communicator, s: CallSetting) -> Exercise:
 def _overlapping(comm: Communicator, s: CallSetting) -> Exercise:
     """Output and input at drawn places of one buffer; what is neither must stay."""
     size, rank, share = comm.size, comm.rank, s.seed % 7
-    kind = ("allgather", "alltoall", "sendrecv", "reduce_scatter")[s.seed % (4 if s.dtype in REDUCED else 3)]
+    kinds = ("allgather", "alltoall", "sendrecv", "gather", "scatter", "reduce_scatter")
+    kind = kinds[s.seed % (6 if s.dtype in REDUCED else 5)]
     many = size * share
-    into, outof = {"allgather": (many, share), "alltoall": (many, many), "reduce_scatter": (share, many)}.get(
-        kind, (share, share)
-    )
+    into = many if kind in ("allgather", "alltoall", "gather") else share
+    outof = many if kind in ("alltoall", "scatter", "reduce_scatter") else share
     buffers = [values((3 * many + 20,), s.dtype, 10 + s.seed + other) for other in range(size)]
     input_at, output_at = s.seed % 11, s.seed // 11
     inputs = [buffer[input_at : input_at + outof] for buffer in buffers]
     mine = s.place(buffers[rank], comm)
     output, tensor = mine[output_at : output_at + into], mine[input_at : input_at + outof]
     before, after = (rank - 1) % size, (rank + 1) % size
-    around = (before, after) if kind == "sendrecv" else ()
-    work = getattr(comm, kind)(output, tensor, *around, **s.options)
+    ranks = {"sendrecv": (before, after), "gather": (s.root,), "scatter": (s.root,)}.get(kind, ())
+    given = (
+        None if kind == "gather" and rank != s.root else output,
+        None if kind == "scatter" and rank != s.root else tensor,
+    )
+    work = getattr(comm, kind)(*given, *ranks, **s.options)
     own = slice(rank * share, (rank + 1) * share)
 
     def check() -> None:
         expected = buffers[rank].clone()
         result = expected[output_at : output_at + into]
-        if kind == "allgather":
+        if kind == "allgather" or (kind == "gather" and rank == s.root):
             result.copy_(torch.cat(inputs))
+        elif kind == "gather":
+            pass
+        elif kind == "scatter":
+            result.copy_(inputs[s.root][own])
         elif kind == "alltoall":
             result.copy_(torch.cat([sent[own] for sent in inputs]))
         elif kind == "sendrecv":
