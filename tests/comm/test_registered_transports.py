@@ -13,6 +13,7 @@ from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 from bagua.parallel import DistributedDataParallel
 from bagua.testing import ThreadRanks
+from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 
 class Outside(ThreadsTransport):
@@ -46,20 +47,11 @@ def test_the_refusal_of_a_transport_is_an_error_on_all_ranks() -> None:
         assert "no cable" in str(outcome.error)
 
 
-def train() -> torch.Tensor:
+def train() -> State:
     """Two steps of the engine."""
-    layer = torch.nn.Linear(4, 3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 10)
-    model = DistributedDataParallel(layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + bagua.comm.get_rank())
-        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
-    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    model = DistributedDataParallel(mlp())
+    train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
+    return snapshot(model)
 
 
 def test_models_train_on_it() -> None:
@@ -73,8 +65,7 @@ def test_models_train_on_it() -> None:
     register_transport("watched", Watched)
     on_threads, outside = ThreadRanks(2).run(train), ThreadRanks(2, backend="watched").run(train)
     assert {0, 1} <= set(started)
-    assert torch.equal(outside[0], outside[1])
-    assert torch.equal(outside[0], on_threads[0])
+    assert_same_on_all_ranks([*outside, *on_threads])
 
 
 def compare() -> BaseException:
