@@ -17,6 +17,7 @@ from bagua.parallel import bagua_init, with_bagua
 from bagua.topology import Hierarchical, Ring
 from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
+from tests.parallel.wrapping import on_ranks
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, Made, graph
 
 pytestmark = pytest.mark.threads
@@ -366,22 +367,18 @@ def test_options_that_cannot_work_are_refused(build, words):
     ],
     ids=["one direction", "size", "sums"],
 )
-def test_topologies_that_do_not_fit_are_refused_when_the_model_is_wrapped(thread_ranks, algorithm, words):
-    def wrap() -> None:
-        network = mlp()
-        with pytest.raises(ConfigurationError, match=words):
-            with_bagua(network, [sgd(network.parameters())], algorithm)
-
-    thread_ranks(5, wrap)
+@on_ranks(5)
+def test_topologies_that_do_not_fit_are_refused_when_the_model_is_wrapped(algorithm, words):
+    network = mlp()
+    with pytest.raises(ConfigurationError, match=words):
+        with_bagua(network, [sgd(network.parameters())], algorithm)
 
 
-def test_a_parameter_that_no_optimizer_steps_is_named(thread_ranks):
-    def wrap() -> None:
-        network = mlp()
-        with pytest.raises(ConfigurationError, match=r"2\.bias"):
-            with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_a_parameter_that_no_optimizer_steps_is_named():
+    network = mlp()
+    with pytest.raises(ConfigurationError, match=r"2\.bias"):
+        with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")
 
 
 # The contract, beyond the default options.

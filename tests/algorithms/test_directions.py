@@ -30,6 +30,7 @@ from tests.algorithms.stacked import (
 from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
 from tests.contract.algorithms import train as train_small
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -188,18 +189,16 @@ def seeded_layer() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("case", ["adam", "rank", "momentum"])
-def test_dion_refuses_another_optimizer(thread_ranks, case):
-    def wrap() -> None:
-        model = mlp()
-        optimizer = {
-            "adam": lambda: torch.optim.Adam(model.parameters()),
-            "rank": lambda: DionOptimizer(model.parameters(), matrix_rank=3),
-            "momentum": lambda: DionOptimizer(model.parameters(), matrix_rank=2, momentum=0.5),
-        }[case]()
-        with pytest.raises(ConfigurationError, match=r"DionOptimizer\(model.parameters\(\), matrix_rank=2"):
-            with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=2))
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_dion_refuses_another_optimizer(case):
+    model = mlp()
+    optimizer = {
+        "adam": lambda: torch.optim.Adam(model.parameters()),
+        "rank": lambda: DionOptimizer(model.parameters(), matrix_rank=3),
+        "momentum": lambda: DionOptimizer(model.parameters(), matrix_rank=2, momentum=0.5),
+    }[case]()
+    with pytest.raises(ConfigurationError, match=r"DionOptimizer\(model.parameters\(\), matrix_rank=2"):
+        with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=2))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())
 NESTEROV = OuterStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
@@ -786,20 +787,18 @@ def test_what_goes_on_between_steps_cannot_be_put_inside():
 
 @pytest.mark.threads
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=range(2))
-def test_copies_know_nothing_of_the_engine(thread_ranks, copied):
-    def train() -> None:
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], DILOCO)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        twin = copied(wrapped)
-        before = wrapped.bagua_state_dict()
-        twin.load_state_dict(mlp(3).state_dict())
-        assert type(twin) is nn.Sequential
-        after = wrapped.bagua_state_dict()
-        assert before["parameters"]["0.bias"]["anchor"].equal(after["parameters"]["0.bias"]["anchor"])
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_copies_know_nothing_of_the_engine(copied):
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], DILOCO)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+    twin = copied(wrapped)
+    before = wrapped.bagua_state_dict()
+    twin.load_state_dict(mlp(3).state_dict())
+    assert type(twin) is nn.Sequential
+    after = wrapped.bagua_state_dict()
+    assert before["parameters"]["0.bias"]["anchor"].equal(after["parameters"]["0.bias"]["anchor"])
 
 
 @pytest.mark.threads
@@ -1025,11 +1024,9 @@ def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypat
 
 
 @pytest.mark.threads
-def test_ranks_with_other_exchanges_are_told_apart_before_the_first_one(thread_ranks):
-    def train() -> None:
-        model = mlp()
-        algorithm = Algorithm.of(Exchange(Weights(), Every(4 + bagua.comm.get_rank()), Mean(), Replace()))
-        with pytest.raises(CollectiveMismatchError, match=r"steps=4.*steps=5|steps=5.*steps=4"):
-            with_bagua(model, [plain_sgd(model.parameters())], algorithm)
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_ranks_with_other_exchanges_are_told_apart_before_the_first_one():
+    model = mlp()
+    algorithm = Algorithm.of(Exchange(Weights(), Every(4 + bagua.comm.get_rank()), Mean(), Replace()))
+    with pytest.raises(CollectiveMismatchError, match=r"steps=4.*steps=5|steps=5.*steps=4"):
+        with_bagua(model, [plain_sgd(model.parameters())], algorithm)

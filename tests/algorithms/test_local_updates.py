@@ -54,7 +54,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import Loop
+from tests.parallel.wrapping import Loop, on_ranks
 from tests.versions import needs
 
 STEPS = 13
@@ -309,21 +309,18 @@ def test_parameter_groups_of_other_rates_train_as_each_would_alone(thread_ranks,
     ],
     ids=repr,
 )
-def test_nothing_of_before_comes_into_weights_that_are_loaded(thread_ranks, algorithm, loaded_after):
+@on_ranks(2)
+def test_nothing_of_before_comes_into_weights_that_are_loaded(algorithm, loaded_after):
     """Nothing is learned after the load, in two periods: any change is a flight, or a momentum, of before."""
-
-    def load() -> None:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        train_steps(wrapped, optimizer, rank, range(loaded_after))
-        others = {name: value + 0.5 for name, value in mlp(7).state_dict().items()}
-        wrapped.load_state_dict(others)
-        optimizer.param_groups[0]["lr"] = 0.0
-        train_steps(wrapped, optimizer, rank, range(loaded_after, loaded_after + 9))
-        assert_close(snapshot(model), others)
-
-    thread_ranks(2, load)
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    train_steps(wrapped, optimizer, rank, range(loaded_after))
+    others = {name: value + 0.5 for name, value in mlp(7).state_dict().items()}
+    wrapped.load_state_dict(others)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train_steps(wrapped, optimizer, rank, range(loaded_after, loaded_after + 9))
+    assert_close(snapshot(model), others)
 
 
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -660,18 +657,16 @@ class Halting(torch.optim.SGD):
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": 1, "blend": 0.5}, {"eager": True}], ids=["plain", "blend", "eager"]
 )
-def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(thread_ranks, monkeypatch, options):
-    def fail() -> None:
-        loop = loop_of(DiLoCoAlgorithm(2, outer=Outer(Halting, lr=0.5), **options))
+@on_ranks(1)
+def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(monkeypatch, options):
+    loop = loop_of(DiLoCoAlgorithm(2, outer=Outer(Halting, lr=0.5), **options))
+    loop.train(3)
+    assert loop.wrapped.bagua_state_dict()["step"] == 3
+    monkeypatch.setattr(Halting, "out_of_memory", True)
+    with pytest.raises(RuntimeError, match="out of memory"):
         loop.train(3)
-        assert loop.wrapped.bagua_state_dict()["step"] == 3
-        monkeypatch.setattr(Halting, "out_of_memory", True)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            loop.train(3)
-        with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved.*out of memory"):
-            loop.wrapped.bagua_state_dict()
-
-    thread_ranks(1, fail)
+    with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved.*out of memory"):
+        loop.wrapped.bagua_state_dict()
 
 
 @pytest.mark.threads
@@ -869,18 +864,16 @@ def test_everything_but_the_exchange_is_ordinary_local_training(thread_ranks):
 
 
 @pytest.mark.threads
-def test_other_doors_take_them(thread_ranks):
-    def train_and_switch() -> State:
-        loop = Loop(
-            lambda *made: bagua.torch_api.bagua_init(*made, distributed_algorithm="diloco")[0],
-            functools.partial(mlp, bagua.comm.get_rank()),
-            optimizer_of,
-        )
-        loop.train(2)
-        loop.switch_to(Algorithm.init("local_sgd", sync_every=2))
-        return loop.train(2)
-
-    assert_same_on_all_ranks(thread_ranks(2, train_and_switch))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_other_doors_take_them() -> State:
+    loop = Loop(
+        lambda *made: bagua.torch_api.bagua_init(*made, distributed_algorithm="diloco")[0],
+        functools.partial(mlp, bagua.comm.get_rank()),
+        optimizer_of,
+    )
+    loop.train(2)
+    loop.switch_to(Algorithm.init("local_sgd", sync_every=2))
+    return loop.train(2)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from tests.algorithms.lossy_simulation import (
 )
 from tests.contract.algorithms import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -157,23 +158,19 @@ def test_gradients_of_16_bits_train(thread_ranks, name):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_dtype_that_cannot_be_compressed_is_refused_when_the_model_is_wrapped(thread_ranks, name):
-    def wrap() -> None:
-        model = torch.nn.Linear(3, 3, dtype=torch.complex64)
-        with pytest.raises(InvalidTensorError, match="complex64"):
-            with_bagua(model, [sgd(model.parameters())], CASES[name][0])
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_a_dtype_that_cannot_be_compressed_is_refused_when_the_model_is_wrapped(name):
+    model = torch.nn.Linear(3, 3, dtype=torch.complex64)
+    with pytest.raises(InvalidTensorError, match="complex64"):
+        with_bagua(model, [sgd(model.parameters())], CASES[name][0])
 
 
-def test_ranks_with_different_options_notice_before_they_exchange(thread_ranks):
-    def wrap() -> None:
-        model = mlp()
-        ratio = 0.1 if bagua.comm.get_rank() else 0.2
-        with pytest.raises(CollectiveMismatchError, match="ratio"):
-            with_bagua(model, [sgd(model.parameters())], TopKAlgorithm(ratio=ratio))
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_ranks_with_different_options_notice_before_they_exchange():
+    model = mlp()
+    ratio = 0.1 if bagua.comm.get_rank() else 0.2
+    with pytest.raises(CollectiveMismatchError, match="ratio"):
+        with_bagua(model, [sgd(model.parameters())], TopKAlgorithm(ratio=ratio))
 
 
 @pytest.mark.parametrize(

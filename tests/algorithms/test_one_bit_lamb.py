@@ -25,6 +25,7 @@ from tests.algorithms.stacked import (
     train,
 )
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, snapshot
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -214,13 +215,11 @@ def test_one_bit_lamb_does_not_read_a_number_for_each_tensor(steps):
     assert counts[0] == counts[1]
 
 
-def test_another_optimizer_is_refused(thread_ranks):
-    def wrap() -> None:
-        model = mlp()
-        with pytest.raises(ConfigurationError, match="OneBitLambOptimizer"):
-            with_bagua(model, [QAdamOptimizer(model.parameters())], OneBitLambAlgorithm())
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_another_optimizer_is_refused():
+    model = mlp()
+    with pytest.raises(ConfigurationError, match="OneBitLambOptimizer"):
+        with_bagua(model, [QAdamOptimizer(model.parameters())], OneBitLambAlgorithm())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import Loop
+from tests.parallel.wrapping import Loop, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -205,21 +205,18 @@ def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thre
         assert torch.allclose(value, scaled[0][0][name], atol=LR)
 
 
-def test_a_gradient_that_is_not_finite_spoils_its_own_step_only(thread_ranks):
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_spoils_its_own_step_only():
     """Its block becomes NaN as a whole, with the padding between parameters that lies in it."""
-
-    def train_past_an_infinity() -> list[bool]:
-        loop, finite = loop_of(), []
-        for step in range(WARMUP + 3):
-            loop.optimizer.zero_grad()
-            factor = float("inf") if step == WARMUP and loop.rank == 0 else 1.0
-            (loop.loss() * factor).backward()
-            finite.append(all(parameter.grad.isfinite().all() for parameter in loop.model.parameters()))
-            if finite[-1]:
-                loop.optimizer.step()
-        return finite
-
-    assert thread_ranks(2, train_past_an_infinity) == [[True] * WARMUP + [False, True, True]] * 2
+    loop, finite = loop_of(), []
+    for step in range(WARMUP + 3):
+        loop.optimizer.zero_grad()
+        factor = float("inf") if step == WARMUP and loop.rank == 0 else 1.0
+        (loop.loss() * factor).backward()
+        finite.append(all(parameter.grad.isfinite().all() for parameter in loop.model.parameters()))
+        if finite[-1]:
+            loop.optimizer.step()
+    assert finite == [True] * WARMUP + [False, True, True]
 
 
 def test_it_is_found_under_its_names():

@@ -42,6 +42,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -307,30 +308,26 @@ def test_a_thread_that_is_late_makes_no_straggler(thread_ranks):
     assert thread_ranks(2, train)[0] == [False, True]
 
 
-def test_ranks_may_stop_after_different_numbers_of_steps(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        if rank < 2:  # The other one has no data at all.
-            train_steps(model, optimizer, rank, range(50 * (rank + 1)))
-        return abort(model)
-
-    assert_same_on_all_ranks(thread_ranks(3, train))
+@on_ranks(3, assert_same_on_all_ranks)
+def test_ranks_may_stop_after_different_numbers_of_steps() -> State:
+    rank = bagua.comm.get_rank()
+    model, optimizer = build()
+    if rank < 2:  # The other one has no data at all.
+        train_steps(model, optimizer, rank, range(50 * (rank + 1)))
+    return abort(model)
 
 
-def test_who_waits_in_abort_holds_up_none_that_trains(thread_ranks):
-    def train() -> tuple[float, float]:
-        model = number()
-        if bagua.comm.get_rank() == 0:
-            wait_until(waits_for_the_end(model, 1))
-            for made in range(1, 4):
-                due(model)
-                model.step_by(1.0)
-                wait_until(lambda made=made: averages_of(model) == made)
-        abort(model)
-        return averages_of(model), model.value
-
-    assert thread_ranks(2, train) == [(4.0, 1.5)] * 2
+@on_ranks(2)
+def test_who_waits_in_abort_holds_up_none_that_trains():
+    model = number()
+    if bagua.comm.get_rank() == 0:
+        wait_until(waits_for_the_end(model, 1))
+        for made in range(1, 4):
+            due(model)
+            model.step_by(1.0)
+            wait_until(lambda made=made: averages_of(model) == made)
+    abort(model)
+    assert (averages_of(model), model.value) == (4.0, 1.5)
 
 
 # Stopping and starting.
@@ -375,22 +372,20 @@ def test_averages_are_formed_again_when_all_have_resumed(averaged_ranks):
     averaged_ranks(2, body)
 
 
-def test_a_training_thread_that_wakes_late_has_one_last_average(thread_ranks):
-    def train() -> tuple[float, float]:
-        model = number()
-        averager = averager_of(model)
-        wait = averager._wait
+@on_ranks(2)
+def test_a_training_thread_that_wakes_late_has_one_last_average():
+    model = number()
+    averager = averager_of(model)
+    wait = averager._wait
 
-        def wait_longer(limit_s: float | None) -> None:
-            wait(limit_s)
-            time.sleep(0.3)  # Rounds go on.
+    def wait_longer(limit_s: float | None) -> None:
+        wait(limit_s)
+        time.sleep(0.3)  # Rounds go on.
 
-        averager._wait = wait_longer
-        model.step_by(2.0 * bagua.comm.get_rank())
-        abort(model)
-        return averages_of(model), model.value
-
-    assert thread_ranks(2, train) == [(1.0, 1.0)] * 2
+    averager._wait = wait_longer
+    model.step_by(2.0 * bagua.comm.get_rank())
+    abort(model)
+    assert (averages_of(model), model.value) == (1.0, 1.0)
 
 
 def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
@@ -508,14 +503,12 @@ def test_abort_in_warm_up_and_training_on(thread_ranks):
     assert_close(states[0], reference(mlp(), sgd, 2, range(6)))
 
 
-def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it(thread_ranks):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(AsyncModelAverageAlgorithm("all", 0, 3))
-        train_steps(model, optimizer, rank, range(3 + 4 * rank))
-        return abort(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it() -> State:
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(AsyncModelAverageAlgorithm("all", 0, 3))
+    train_steps(model, optimizer, rank, range(3 + 4 * rank))
+    return abort(model)
 
 
 # What training loops do.
@@ -587,44 +580,38 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_only_passes_that_bring_gradients_are_steps(thread_ranks, reentrant):
+@on_ranks(2)
+def test_only_passes_that_bring_gradients_are_steps(reentrant):
     """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
-
-    def train() -> int:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(model=nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
-        for step in range(5):
-            optimizer.zero_grad()
-            inputs = batch(rank, step)[0].requires_grad_()
-            output = model(inputs).sum()
-            if rank == 0 and not reentrant:
-                torch.autograd.grad(output, inputs, retain_graph=True)
-            output.backward()
-            optimizer.step()
-        abort(model)
-        return model._bagua_engine.reducer.step
-
-    assert thread_ranks(2, train) == [5, 5]
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(model=nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
+    for step in range(5):
+        optimizer.zero_grad()
+        inputs = batch(rank, step)[0].requires_grad_()
+        output = model(inputs).sum()
+        if rank == 0 and not reentrant:
+            torch.autograd.grad(output, inputs, retain_graph=True)
+        output.backward()
+        optimizer.step()
+    abort(model)
+    assert model._bagua_engine.reducer.step == 5
 
 
-def test_gradients_are_those_of_the_rank(thread_ranks):
+@on_ranks(2)
+def test_gradients_are_those_of_the_rank():
     """With a ``GradScaler``, too: nothing touches them."""
-
-    def train() -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model, optimizer = build(grad_scaler=scaler)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = loss_of(model, bagua.comm.get_rank(), step)
-            expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            scaler.scale(loss).backward()
-            for parameter, gradient in zip(model.parameters(), expected, strict=True):
-                assert torch.allclose(parameter.grad, 4.0 * gradient)
-            scaler.step(optimizer)
-            scaler.update(4.0)
-        abort(model)
-
-    thread_ranks(2, train)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer = build(grad_scaler=scaler)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, bagua.comm.get_rank(), step)
+        expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        scaler.scale(loss).backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert torch.allclose(parameter.grad, 4.0 * gradient)
+        scaler.step(optimizer)
+        scaler.update(4.0)
+    abort(model)
 
 
 # Checkpoints and changes.
@@ -658,47 +645,43 @@ def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
     thread_ranks(2, load, thread_ranks(2, save))
 
 
-def test_switching_and_changing_the_model_stop_averaging_first(thread_ranks):
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, "async", sync_interval_ms=0, message_size=1000)
-        train_steps(wrapped, optimizer, rank, range(10 + rank))
-        for wanted in (False, True):
-            for parameter in model[0].parameters():
-                parameter.requires_grad_(wanted)
-            train_until_averaged(wrapped, optimizer, rank)
-        thread = averager_of(wrapped)._thread
-        wrapped._bagua_engine.reducer.formation.reset(bucket_bytes=500)
-        assert not thread.is_alive()
+@on_ranks(2, assert_same_on_all_ranks)
+def test_switching_and_changing_the_model_stop_averaging_first() -> State:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped, _ = bagua_init(model, optimizer, "async", sync_interval_ms=0, message_size=1000)
+    train_steps(wrapped, optimizer, rank, range(10 + rank))
+    for wanted in (False, True):
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(wanted)
         train_until_averaged(wrapped, optimizer, rank)
-        wrapped.switch_to("allreduce")
-        train_steps(wrapped, optimizer, rank, range(2))
-        wrapped.switch_to(OFTEN)
-        train_until_averaged(wrapped, optimizer, rank)
-        abort(wrapped)
-        wrapped.switch_to("allreduce")
-        return snapshot(model)
+    thread = averager_of(wrapped)._thread
+    wrapped._bagua_engine.reducer.formation.reset(bucket_bytes=500)
+    assert not thread.is_alive()
+    train_until_averaged(wrapped, optimizer, rank)
+    wrapped.switch_to("allreduce")
+    train_steps(wrapped, optimizer, rank, range(2))
+    wrapped.switch_to(OFTEN)
+    train_until_averaged(wrapped, optimizer, rank)
+    abort(wrapped)
+    wrapped.switch_to("allreduce")
+    return snapshot(model)
 
-    assert_same_on_all_ranks(thread_ranks(2, train))
 
-
-def test_training_goes_on_after_finish_with_averages(thread_ranks):
-    def train() -> list[float]:
-        rank, model, seen = bagua.comm.get_rank(), number(), []
-        for _ in range(2):
-            if rank == 0:
-                due(model)  # Its snapshot still waits when it finishes.
-            model.step_by(2.0 * rank)
-            model.bagua_finish()
-            seen.append(model.value)
-        for _ in range(2):
-            due(model)
-            model.step_by(0.0)
-            wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
-        return seen
-
-    assert thread_ranks(2, train) == [[1.0, 2.0]] * 2
+@on_ranks(2)
+def test_training_goes_on_after_finish_with_averages():
+    rank, model, seen = bagua.comm.get_rank(), number(), []
+    for _ in range(2):
+        if rank == 0:
+            due(model)  # Its snapshot still waits when it finishes.
+        model.step_by(2.0 * rank)
+        model.bagua_finish()
+        seen.append(model.value)
+    for _ in range(2):
+        due(model)
+        model.step_by(0.0)
+        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+    assert seen == [1.0, 2.0]
 
 
 def test_one_rank_that_ends_while_another_one_switches(averaged_ranks):
@@ -778,17 +761,15 @@ def test_a_rank_that_leaves_ends_the_abort_of_others(averaged_ranks):
     averaged_ranks(2, body)
 
 
-def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank)
-        thread = averager_of(model)._thread
-        if rank == 0:
-            del model, optimizer
-        wait_until(lambda: gc.collect() >= 0 and not thread.is_alive())
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others():
+    rank = bagua.comm.get_rank()
+    model, optimizer = build()
+    train_until_averaged(model, optimizer, rank)
+    thread = averager_of(model)._thread
+    if rank == 0:
+        del model, optimizer
+    wait_until(lambda: gc.collect() >= 0 and not thread.is_alive())
 
 
 class Killed:
@@ -854,22 +835,20 @@ def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average(averag
     averaged_ranks(3, body)
 
 
-def test_an_error_of_averaging_keeps_no_model_alive(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build()
-        train_until_averaged(model, optimizer, rank)
-        if rank == 1:
-            bagua.comm.get_default_group().abort("for the test")
-            return
-        with pytest.raises(CommunicationError):
-            train_until(lambda: False, model, optimizer, rank)
-        averager, gone = averager_of(model), weakref.ref(model)
-        del model, optimizer
-        wait_until(lambda: gc.collect() >= 0 and gone() is None)
-        assert averager.error is not None
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_an_error_of_averaging_keeps_no_model_alive():
+    rank = bagua.comm.get_rank()
+    model, optimizer = build()
+    train_until_averaged(model, optimizer, rank)
+    if rank == 1:
+        bagua.comm.get_default_group().abort("for the test")
+        return
+    with pytest.raises(CommunicationError):
+        train_until(lambda: False, model, optimizer, rank)
+    averager, gone = averager_of(model), weakref.ref(model)
+    del model, optimizer
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)
+    assert averager.error is not None
 
 
 # The declaration.

@@ -27,6 +27,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -114,16 +115,14 @@ def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
     assert_same_on_all_ranks([state for _, state in still + tuned])
 
 
-def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
-    def check() -> None:
-        wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
-        wrapped(torch.zeros(1, 8)).sum().backward()
-        reducer = wrapped._bagua_engine.reducer
-        assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
-        reducer.execution.places[0].memory.state["residual"] = torch.zeros(1)
-        assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
-
-    thread_ranks(3, check, hosts=[2, 1])
+@on_ranks(3, hosts=[2, 1])
+def test_an_algorithm_with_a_memory_keeps_its_form():
+    wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
+    wrapped(torch.zeros(1, 8)).sum().backward()
+    reducer = wrapped._bagua_engine.reducer
+    assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
+    reducer.execution.places[0].memory.state["residual"] = torch.zeros(1)
+    assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
 
 
 def test_a_new_phase_is_tuned_anew(thread_ranks):
@@ -160,57 +159,49 @@ def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
     assert last == other != Setting(1024)
 
 
-def test_a_loaded_layout_makes_way(thread_ranks):
+@on_ranks(2)
+def test_a_loaded_layout_makes_way():
     """A checkpoint brings the buckets of its time; tuning begins with those of the size in force."""
-
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        first, second = mlp(), mlp()
-        wrapped, optimizer = bagua_init(first, sgd(first.parameters()), message_size=2048)
-        train_steps(wrapped, optimizer, rank, range(2))
-        saved = wrapped.bagua_state_dict()
-        wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1)
-        wrapped.bagua_load_state_dict(saved)
-        assert len(wrapped.bagua_buckets) == 1
-        wrapped.report_metrics([1.0])
-        assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
-        assert len(wrapped.bagua_buckets) == 6
-        tune_by_hand(wrapped, optimizer, range(2, 20))
-        assert setting_of(wrapped) == Setting(1024)
-
-    thread_ranks(2, train)
+    rank = bagua.comm.get_rank()
+    first, second = mlp(), mlp()
+    wrapped, optimizer = bagua_init(first, sgd(first.parameters()), message_size=2048)
+    train_steps(wrapped, optimizer, rank, range(2))
+    saved = wrapped.bagua_state_dict()
+    wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1)
+    wrapped.bagua_load_state_dict(saved)
+    assert len(wrapped.bagua_buckets) == 1
+    wrapped.report_metrics([1.0])
+    assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
+    assert len(wrapped.bagua_buckets) == 6
+    tune_by_hand(wrapped, optimizer, range(2, 20))
+    assert setting_of(wrapped) == Setting(1024)
 
 
-def test_buckets_that_the_user_wants_stay(thread_ranks):
-    def train() -> None:
-        model = mlp()
-        names = [name for name, _ in model.named_parameters()]
-        buckets = [names[3:], names[:3]]
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, buckets=buckets)
-        settings = tune_by_hand(wrapped, optimizer, range(8), lambda setting: float(setting.hierarchical))
-        assert [sorted(bucket.names) for bucket in wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
-        assert {setting.hierarchical for setting in settings} == {False, True}
-
-    thread_ranks(3, train, hosts=[2, 1])
+@on_ranks(3, hosts=[2, 1])
+def test_buckets_that_the_user_wants_stay():
+    model = mlp()
+    names = [name for name, _ in model.named_parameters()]
+    buckets = [names[3:], names[:3]]
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, buckets=buckets)
+    settings = tune_by_hand(wrapped, optimizer, range(8), lambda setting: float(setting.hierarchical))
+    assert [sorted(bucket.names) for bucket in wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
+    assert {setting.hierarchical for setting in settings} == {False, True}
 
 
-def test_mixed_dtypes_keep_the_order_of_their_gradients(thread_ranks):
+@on_ranks(2)
+def test_mixed_dtypes_keep_the_order_of_their_gradients():
     """Settings with few buckets must not spoil the order for settings with many."""
-
-    def train():
-        with seeded():
-            dtypes = (torch.float32, torch.float64) * 2
-            layers = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
-        wrapped, _ = bagua_init(Alternating(layers), [], message_size=1)
-        wrapped(torch.ones(1, 4)).sum().backward()
-        reducer = wrapped._bagua_engine.reducer
-        before = [bucket.names for bucket in wrapped.bagua_buckets]
-        reducer.formation.recut(Setting(2**20))
-        assert len(wrapped.bagua_buckets) == 2
-        reducer.formation.recut(Setting(1))
-        assert [bucket.names for bucket in wrapped.bagua_buckets] == before
-
-    thread_ranks(2, train)
+    with seeded():
+        dtypes = (torch.float32, torch.float64) * 2
+        layers = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
+    wrapped, _ = bagua_init(Alternating(layers), [], message_size=1)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    reducer = wrapped._bagua_engine.reducer
+    before = [bucket.names for bucket in wrapped.bagua_buckets]
+    reducer.formation.recut(Setting(2**20))
+    assert len(wrapped.bagua_buckets) == 2
+    reducer.formation.recut(Setting(1))
+    assert [bucket.names for bucket in wrapped.bagua_buckets] == before
 
 
 def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
@@ -270,56 +261,50 @@ def test_one_lucky_sample_decides_nothing():
 
 
 @pytest.mark.parametrize("scores", [[float("nan")], [1.0, float("inf")]], ids=str)
-def test_scores_that_cannot_be_compared_are_refused_and_do_not_count(thread_ranks, scores):
-    def check() -> None:
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        if bagua.comm.get_rank() == 1:
-            with pytest.raises(ConfigurationError, match="score_record_list"):
-                wrapped.report_metrics(scores)
-        else:
-            wrapped.report_metrics([1.0])
-        with pytest.raises(ConfigurationError, match="ranks 1 "):
-            wrapped.ask_and_update_hyperparameters()
-
-    thread_ranks(2, check)
-
-
-def test_asking_at_different_steps_is_an_error_on_all_ranks_and_can_be_survived(thread_ranks):
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100))
-        train_steps(wrapped, optimizer, rank, range(2 + rank))
+@on_ranks(2)
+def test_scores_that_cannot_be_compared_are_refused_and_do_not_count(scores):
+    model = mlp()
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+    if bagua.comm.get_rank() == 1:
+        with pytest.raises(ConfigurationError, match="score_record_list"):
+            wrapped.report_metrics(scores)
+    else:
         wrapped.report_metrics([1.0])
-        with pytest.raises(CollectiveMismatchError, match="step") as caught:
-            wrapped.ask_and_update_hyperparameters()
-        assert (caught.value.expected, caught.value.peers) == (f"step {2 + rank}", (1 - rank,))
-        train_steps(wrapped, optimizer, rank, range(2 + rank, 4))
-        assert wrapped.ask_and_update_hyperparameters() is False
-
-    thread_ranks(2, check)
+    with pytest.raises(ConfigurationError, match="ranks 1 "):
+        wrapped.ask_and_update_hyperparameters()
 
 
-def test_a_rank_that_does_not_ask_is_named_and_set_free(thread_ranks):
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
-        train_steps(wrapped, optimizer, rank, range(2))
-        bagua.comm.barrier()
-        if rank == 1:
-            with pytest.raises(CommunicationError, match="did not come"):
-                train_steps(wrapped, optimizer, rank, range(2, 4))
-            return
-        wrapped._bagua_engine.reducer.group.timeout_s = 0.2  # rank 1 has much longer
-        wrapped.report_metrics([1.0])
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            wrapped.ask_and_update_hyperparameters()
-        assert 1 in caught.value.peers
+@on_ranks(2)
+def test_asking_at_different_steps_is_an_error_on_all_ranks_and_can_be_survived():
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100))
+    train_steps(wrapped, optimizer, rank, range(2 + rank))
+    wrapped.report_metrics([1.0])
+    with pytest.raises(CollectiveMismatchError, match="step") as caught:
+        wrapped.ask_and_update_hyperparameters()
+    assert (caught.value.expected, caught.value.peers) == (f"step {2 + rank}", (1 - rank,))
+    train_steps(wrapped, optimizer, rank, range(2 + rank, 4))
+    assert wrapped.ask_and_update_hyperparameters() is False
 
-    thread_ranks(3, check)
+
+@on_ranks(3)
+def test_a_rank_that_does_not_ask_is_named_and_set_free():
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+    train_steps(wrapped, optimizer, rank, range(2))
+    bagua.comm.barrier()
+    if rank == 1:
+        with pytest.raises(CommunicationError, match="did not come"):
+            train_steps(wrapped, optimizer, rank, range(2, 4))
+        return
+    wrapped._bagua_engine.reducer.group.timeout_s = 0.2  # rank 1 has much longer
+    wrapped.report_metrics([1.0])
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        wrapped.ask_and_update_hyperparameters()
+    assert 1 in caught.value.peers
 
 
 def tune_on_processes() -> Setting:

@@ -14,7 +14,7 @@ from bagua.algorithms import Algorithm, registry
 from bagua.errors import BaguaError, CommunicatorClosedError
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, snapshot, train_steps
-from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua
+from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -130,27 +130,22 @@ def test_a_layer_in_the_place_of_another_is_exchanged(thread_ranks, wrap):
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "local_sgd"])
-def test_after_a_change_that_failed_each_step_says_so(thread_ranks, name):
+@on_ranks(2)
+def test_after_a_change_that_failed_each_step_says_so(name):
     """Ranks change their models differently, and try again, as cells of a notebook do."""
+    model, _, go_on = started(name)
+    model[2 * bagua.comm.get_rank()].requires_grad_(False)
+    with pytest.raises(BaguaError):
+        go_on(1)
+    for _ in range(3):
+        with pytest.raises(CommunicatorClosedError, match="can no longer be synchronized"):
+            loss_of(model, bagua.comm.get_rank(), 0)
 
-    def train() -> None:
-        model, _, go_on = started(name)
-        model[2 * bagua.comm.get_rank()].requires_grad_(False)
-        with pytest.raises(BaguaError):
+
+@on_ranks(2)
+def test_a_change_that_cannot_be_registered_ends_training_on_all_ranks():
+    model, _, go_on = started("gradient_allreduce")
+    model[2] = nn.LazyLinear(16)
+    for error in (BaguaError, CommunicatorClosedError):
+        with pytest.raises(error):
             go_on(1)
-        for _ in range(3):
-            with pytest.raises(CommunicatorClosedError, match="can no longer be synchronized"):
-                loss_of(model, bagua.comm.get_rank(), 0)
-
-    thread_ranks(2, train)
-
-
-def test_a_change_that_cannot_be_registered_ends_training_on_all_ranks(thread_ranks):
-    def train() -> None:
-        model, _, go_on = started("gradient_allreduce")
-        model[2] = nn.LazyLinear(16)
-        for error in (BaguaError, CommunicatorClosedError):
-            with pytest.raises(error):
-                go_on(1)
-
-    thread_ranks(2, train)

@@ -34,7 +34,7 @@ from tests.harness import (
 )
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS, Loop
+from tests.parallel.wrapping import WRAPS, Loop, on_ranks
 
 LIMIT_S = 20.0
 #: A rank connects once to say that it is alive, when it says so first.
@@ -312,25 +312,22 @@ def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
 
 
 @pytest.mark.threads
-def test_a_finalizer_takes_no_lock(thread_ranks):
+@on_ranks(2)
+def test_a_finalizer_takes_no_lock():
     """It may run between any two instructions, also where its own thread holds one."""
-
-    def drop() -> int:
-        loop = Loop("data_parallel")
-        loop.train(2)
-        group = loop.wrapped.reducer.group
-        parent = bagua.comm.get_default_group()
-        with _closer._guard, parent._closing, group._closing, group.recorder._writing, group._made[0].pipeline.in_use:
-            reducer = weakref.ref(loop.wrapped.reducer)
-            del loop
-            collect(reducer)
-            assert not group.closed
-        until = time.monotonic() + LIMIT_S
-        while group in parent._descendants and time.monotonic() < until:
-            time.sleep(0.001)
-        return len(parent._descendants)
-
-    assert thread_ranks(2, drop) == [0, 0]
+    loop = Loop("data_parallel")
+    loop.train(2)
+    group = loop.wrapped.reducer.group
+    parent = bagua.comm.get_default_group()
+    with _closer._guard, parent._closing, group._closing, group.recorder._writing, group._made[0].pipeline.in_use:
+        reducer = weakref.ref(loop.wrapped.reducer)
+        del loop
+        collect(reducer)
+        assert not group.closed
+    until = time.monotonic() + LIMIT_S
+    while group in parent._descendants and time.monotonic() < until:
+        time.sleep(0.001)
+    assert len(parent._descendants) == 0
 
 
 @pytest.mark.threads
@@ -380,18 +377,16 @@ def test_every_algorithm_can_be_closed_and_begun_anew(thread_ranks, name):
 
 
 @pytest.mark.threads
-def test_a_decentralized_model_can_be_closed(thread_ranks):
-    def train() -> None:
-        model = wrap_decentralized()
-        with model.bagua_closing():
-            train_decentralized(model, range(3))
-        before = snapshot(model)
-        train_decentralized(model, range(3, 5))
-        assert_same_on_all_ranks([before, snapshot(model)])  # Who steps it now is up to the caller.
-        assert len(model.bagua_optimizers) == len(model.bagua_buckets)
-        model.bagua_state_dict()
-
-    thread_ranks(3, train)
+@on_ranks(3)
+def test_a_decentralized_model_can_be_closed():
+    model = wrap_decentralized()
+    with model.bagua_closing():
+        train_decentralized(model, range(3))
+    before = snapshot(model)
+    train_decentralized(model, range(3, 5))
+    assert_same_on_all_ranks([before, snapshot(model)])  # Who steps it now is up to the caller.
+    assert len(model.bagua_optimizers) == len(model.bagua_buckets)
+    model.bagua_state_dict()
 
 
 @pytest.mark.threads
@@ -409,28 +404,24 @@ def test_buffers_are_not_broadcast_any_more(thread_ranks):
 
 
 @pytest.mark.threads
-def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again(thread_ranks):
-    def train() -> State:
-        loop = Loop(ModelSwitchWrapper)
-        loop.wrapped.bagua_close()  # There is nothing to close yet.
-        with loop.wrapped.switch_to("allreduce").bagua_closing():
-            loop.train(2)
-        alone = loop.train(2)
-        loop.wrapped.switch_to("allreduce")
-        return alone if loop.rank == 0 else snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again() -> State:
+    loop = Loop(ModelSwitchWrapper)
+    loop.wrapped.bagua_close()  # There is nothing to close yet.
+    with loop.wrapped.switch_to("allreduce").bagua_closing():
+        loop.train(2)
+    alone = loop.train(2)
+    loop.wrapped.switch_to("allreduce")
+    return alone if loop.rank == 0 else snapshot(loop.model)
 
 
 @pytest.mark.threads
-def test_an_error_in_the_block_closes_the_model_and_tells_the_others(thread_ranks):
-    def train() -> None:
-        loop = Loop("with_bagua")
-        with pytest.raises(PeerLostError if loop.rank else MemoryError), loop.wrapped.bagua_closing():
-            loop.train(2)
-            if loop.rank == 0:
-                raise MemoryError
-            loop.train(2)
+@on_ranks(2)
+def test_an_error_in_the_block_closes_the_model_and_tells_the_others():
+    loop = Loop("with_bagua")
+    with pytest.raises(PeerLostError if loop.rank else MemoryError), loop.wrapped.bagua_closing():
         loop.train(2)
-
-    thread_ranks(2, train)
+        if loop.rank == 0:
+            raise MemoryError
+        loop.train(2)
+    loop.train(2)

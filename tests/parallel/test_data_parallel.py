@@ -25,7 +25,7 @@ from tests.harness import (
     seeded,
     snapshot,
 )
-from tests.parallel.wrapping import Loop
+from tests.parallel.wrapping import Loop, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -55,25 +55,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("argument", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(thread_ranks, argument):
-    def check() -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            DistributedDataParallel(mlp(), **{argument: REFUSED[argument]})
-        assert caught.value.argument == argument
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_what_cannot_be_honoured_is_refused_by_name(argument):
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallel(mlp(), **{argument: REFUSED[argument]})
+    assert caught.value.argument == argument
 
 
-def test_what_contradicts_itself_or_is_not_offered_is_refused(thread_ranks):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match="requires"):
-            DistributedDataParallel(nn.ReLU())
-        with pytest.raises(ConfigurationError):
-            DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
-        with pytest.raises(BaguaError, match="algorithm"):
-            DistributedDataParallel(mlp()).register_comm_hook(None, lambda state, bucket: None)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_what_contradicts_itself_or_is_not_offered_is_refused():
+    with pytest.raises(ConfigurationError, match="requires"):
+        DistributedDataParallel(nn.ReLU())
+    with pytest.raises(ConfigurationError):
+        DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
+    with pytest.raises(BaguaError, match="algorithm"):
+        DistributedDataParallel(mlp()).register_comm_hook(None, lambda state, bucket: None)
 
 
 def wrapped_by(**options: Any) -> Loop:
@@ -176,17 +172,15 @@ def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
     assert thread_ranks(2, check, False) == [0, 0]
 
 
-def test_gradients_are_copied_into_their_bucket(thread_ranks):
-    def check() -> int:
-        loop, made = wrapped_by(), []
-        loop.train(2)
-        for parameter in loop.model.parameters():
-            parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
-        loop.train()
-        assert len(made) == 6
-        return in_bucket(loop, made)
-
-    assert thread_ranks(2, check) == [0, 0]
+@on_ranks(2)
+def test_gradients_are_copied_into_their_bucket():
+    loop, made = wrapped_by(), []
+    loop.train(2)
+    for parameter in loop.model.parameters():
+        parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    loop.train()
+    assert len(made) == 6
+    assert in_bucket(loop, made) == 0
 
 
 def test_static_graph_allows_parameters_that_are_never_used(thread_ranks):
@@ -214,30 +208,26 @@ def test_a_sub_group_can_be_used(thread_ranks):
     assert_same_on_all_ranks([first, third])
 
 
-def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
-    def check() -> None:
-        wrapped = DistributedDataParallel(mlp())
-        assert wrapped.require_backward_grad_sync
-        with wrapped.no_sync():
-            assert not wrapped.require_backward_grad_sync
-            loss_of(wrapped, 0, 0).backward()
-        assert wrapped.require_backward_grad_sync
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_no_sync_sets_the_attribute_that_frameworks_look_at():
+    wrapped = DistributedDataParallel(mlp())
+    assert wrapped.require_backward_grad_sync
+    with wrapped.no_sync():
+        assert not wrapped.require_backward_grad_sync
+        loss_of(wrapped, 0, 0).backward()
+    assert wrapped.require_backward_grad_sync
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
-def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(thread_ranks, name):
-    def train() -> list[int]:
-        loop, other = (Loop(lambda model, optimizer: with_bagua(model, [optimizer], name)) for _ in range(2))
-        told = [loop.wrapped.bagua_step]
-        with loop.wrapped.no_sync():
-            loop.backward()
+@on_ranks(2)
+def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(name):
+    loop, other = (Loop(lambda model, optimizer: with_bagua(model, [optimizer], name)) for _ in range(2))
+    told = [loop.wrapped.bagua_step]
+    with loop.wrapped.no_sync():
+        loop.backward()
+    told.append(loop.wrapped.bagua_step)
+    for _ in range(2):
+        loop.train()
         told.append(loop.wrapped.bagua_step)
-        for _ in range(2):
-            loop.train()
-            told.append(loop.wrapped.bagua_step)
-        other.wrapped.bagua_load_state_dict(loop.wrapped.bagua_state_dict())
-        return [*told, other.wrapped.bagua_step]
-
-    assert thread_ranks(2, train) == [[0, 0, 1, 2, 2]] * 2
+    other.wrapped.bagua_load_state_dict(loop.wrapped.bagua_state_dict())
+    assert [*told, other.wrapped.bagua_step] == [0, 0, 1, 2, 2]

@@ -15,6 +15,7 @@ from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from tests.harness import loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import plain_sgd, wrap
+from tests.parallel.wrapping import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -37,20 +38,17 @@ def test_hosts_are_those_of_the_launcher(thread_ranks, monkeypatch, said, asked,
 
 @pytest.mark.threads
 @pytest.mark.parametrize(("before", "between", "steps"), [(False, True, False), (True, False, True)])
-def test_accumulation_is_asked_for_in_the_backward_pass(thread_ranks, before, between, steps):
+@on_ranks(2)
+def test_accumulation_is_asked_for_in_the_backward_pass(before, between, steps):
     """Set before a forward pass, and set otherwise before its backward pass: the latter counts."""
-
-    def run() -> bool:
-        model = wrap()
-        loss_of(model, 0, 0).backward()
-        start = snapshot(model)
-        model.set_accumulate_grad(before)
-        loss = loss_of(model, 0, 1)
-        model.set_accumulate_grad(between)
-        loss.backward()
-        return any(not torch.equal(value, start[name]) for name, value in snapshot(model).items())
-
-    assert thread_ranks(2, run) == [steps] * 2
+    model = wrap()
+    loss_of(model, 0, 0).backward()
+    start = snapshot(model)
+    model.set_accumulate_grad(before)
+    loss = loss_of(model, 0, 1)
+    model.set_accumulate_grad(between)
+    loss.backward()
+    assert any((not torch.equal(value, start[name]) for name, value in snapshot(model).items())) == steps
 
 
 def wrap_with_torch_alone(folder: str) -> bool:
@@ -71,10 +69,8 @@ def test_torch_alone_is_enough(tmp_path):
 
 
 @pytest.mark.threads
-def test_ranks_that_ask_for_other_hosts_are_told(thread_ranks):
-    def run() -> None:
-        asked = None if this_rank.get().rank == 0 else 1
-        with pytest.raises(CollectiveMismatchError):
-            wrap(topology="alternating-exp-ring", _local_world_size=asked)
-
-    thread_ranks(4, run, hosts=[2, 2])
+@on_ranks(4, hosts=[2, 2])
+def test_ranks_that_ask_for_other_hosts_are_told():
+    asked = None if this_rank.get().rank == 0 else 1
+    with pytest.raises(CollectiveMismatchError):
+        wrap(topology="alternating-exp-ring", _local_world_size=asked)

@@ -17,6 +17,7 @@ from bagua.errors import (
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from tests.harness import loss_of, mlp
 from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
+from tests.parallel.wrapping import on_ranks
 from tests.topologies import Made
 
 pytestmark = pytest.mark.threads
@@ -37,12 +38,10 @@ pytestmark = pytest.mark.threads
         ({"lr_scheduler_fn": "cosine"}, "lr_scheduler_fn"),
     ],
 )
-def test_at_construction(thread_ranks, options, message):
-    def run() -> None:
-        with pytest.raises(ConfigurationError, match=message):
-            wrap(**options)
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_at_construction(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        wrap(**options)
 
 
 def drops_biases(named):
@@ -61,40 +60,32 @@ def drops_biases(named):
         ({"lr_scheduler_fn": lambda optimizer: 0.1}, "float"),
     ],
 )
-def test_functions_that_make_something_else(thread_ranks, options, message):
-    def run() -> None:
-        model = wrap(**options)
-        with pytest.raises(ConfigurationError, match=message):
-            train(model, [0])
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_functions_that_make_something_else(options, message):
+    model = wrap(**options)
+    with pytest.raises(ConfigurationError, match=message):
+        train(model, [0])
 
 
-def test_topologies_that_differ(thread_ranks):
-    def run() -> None:
-        turned = bagua.comm.get_rank() == 1
-        with pytest.raises(CollectiveMismatchError, match="topologies"):
-            wrap(topology=Made(lambda *_: topology.Complete().matrix(2) if turned else torch.eye(2)))
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_topologies_that_differ():
+    turned = bagua.comm.get_rank() == 1
+    with pytest.raises(CollectiveMismatchError, match="topologies"):
+        wrap(topology=Made(lambda *_: topology.Complete().matrix(2) if turned else torch.eye(2)))
 
 
 @pytest.mark.parametrize("options", [{"topology": "ring"}, {"grad_clip_norm": 1.0}])
-def test_options_that_differ(thread_ranks, options):
-    def run() -> None:
-        with pytest.raises(CollectiveMismatchError):
-            wrap(**(options if bagua.comm.get_rank() else {}))
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_options_that_differ(options):
+    with pytest.raises(CollectiveMismatchError):
+        wrap(**(options if bagua.comm.get_rank() else {}))
 
 
-def test_models_that_differ(thread_ranks):
-    def run() -> None:
-        model = mlp() if bagua.comm.get_rank() else nn.Linear(8, 4)
-        with pytest.raises(CollectiveMismatchError, match="weight"):
-            DecentralizedDataParallel(model, momentum)
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_models_that_differ():
+    model = mlp() if bagua.comm.get_rank() else nn.Linear(8, 4)
+    with pytest.raises(CollectiveMismatchError, match="weight"):
+        DecentralizedDataParallel(model, momentum)
 
 
 class TwoWays(nn.Module):
@@ -109,13 +100,11 @@ class TwoWays(nn.Module):
         return second(first(inputs))
 
 
-def test_orders_that_differ(thread_ranks):
-    def run() -> None:
-        model = DecentralizedDataParallel(TwoWays(), momentum)
-        with pytest.raises(CollectiveMismatchError, match=r"another order.*right\..*left\."):
-            model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_orders_that_differ():
+    model = DecentralizedDataParallel(TwoWays(), momentum)
+    with pytest.raises(CollectiveMismatchError, match=r"another order.*right\..*left\."):
+        model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
@@ -182,20 +171,17 @@ def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank(thread_ranks):
     thread_ranks(2, run)
 
 
-def test_errors_in_an_edge_of_several_ranks_end_all_of_it(thread_ranks):
+@on_ranks(6)
+def test_errors_in_an_edge_of_several_ranks_end_all_of_it():
     """The communicators of edges break with that of the model."""
-
-    def run() -> None:
-        rank = bagua.comm.get_rank()
-        model = wrap(topology=Made(halves, static=True))
-        train(model, range(2))
-        if rank == 5:
-            model.reducer.give_up("a test")
-        elif rank in (3, 4):
-            with pytest.raises(CommunicationError):
-                train(model, range(2, 4))
-
-    thread_ranks(6, run)
+    rank = bagua.comm.get_rank()
+    model = wrap(topology=Made(halves, static=True))
+    train(model, range(2))
+    if rank == 5:
+        model.reducer.give_up("a test")
+    elif rank in (3, 4):
+        with pytest.raises(CommunicationError):
+            train(model, range(2, 4))
 
 
 def halves(size, step, nodes):

@@ -17,6 +17,7 @@ from bagua.topology import Edge
 from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
+from tests.parallel.wrapping import on_ranks
 from tests.topologies import UNEVEN_EDGES
 
 pytestmark = pytest.mark.threads
@@ -65,17 +66,15 @@ def test_the_distance_is_that_of_all_parameters(thread_ranks):
         assert distance == pytest.approx(expected, rel=1e-4)
 
 
-def test_as_a_call_the_mean_stays_and_what_was_sent_before_is_dropped(thread_ranks):
-    def run() -> State:
-        model = wrap(topology="ring")
-        train(model, range(3))
-        model.global_avg()
-        for optimizer in model.bagua_optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-        return train(model, [3])[-1]
-
-    assert_same_on_all_ranks(thread_ranks(3, run))
+@on_ranks(3, assert_same_on_all_ranks)
+def test_as_a_call_the_mean_stays_and_what_was_sent_before_is_dropped() -> State:
+    model = wrap(topology="ring")
+    train(model, range(3))
+    model.global_avg()
+    for optimizer in model.bagua_optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    return train(model, [3])[-1]
 
 
 @pytest.mark.parametrize("average_buffers", [False, True])
@@ -97,14 +96,12 @@ def test_float_buffers_are_averaged_on_request(thread_ranks, average_buffers):
     assert batches == 2
 
 
-def test_training_inside_the_block_is_refused_at_its_end(thread_ranks):
-    def run() -> None:
-        model = wrap()
-        train(model, range(2))
-        with pytest.raises(ConfigurationError, match="trained on"), model.global_avg():
-            train(model, [2])
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_training_inside_the_block_is_refused_at_its_end():
+    model = wrap()
+    train(model, range(2))
+    with pytest.raises(ConfigurationError, match="trained on"), model.global_avg():
+        train(model, [2])
 
 
 # Checkpoints.
@@ -172,60 +169,54 @@ def test_optimizers_go_on_in_other_buckets(thread_ranks):
     thread_ranks(2, run)
 
 
-def test_state_of_other_parameters_or_another_topology_is_refused(thread_ranks):
-    def run() -> None:
-        model = wrap(topology="ring")
-        train(model, range(2))
-        state = model.optimizer_state_dict()
-        state["parameters"]["elsewhere.weight"] = {}
-        with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
-            model.load_optimizer_state_dict(state)
-        with pytest.raises(ConfigurationError, match="another topology"):
-            wrap(topology="complete").bagua_load_state_dict(model.bagua_state_dict())
-
-    thread_ranks(3, run)
+@on_ranks(3)
+def test_state_of_other_parameters_or_another_topology_is_refused():
+    model = wrap(topology="ring")
+    train(model, range(2))
+    state = model.optimizer_state_dict()
+    state["parameters"]["elsewhere.weight"] = {}
+    with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
+        model.load_optimizer_state_dict(state)
+    with pytest.raises(ConfigurationError, match="another topology"):
+        wrap(topology="complete").bagua_load_state_dict(model.bagua_state_dict())
 
 
-def test_state_follows_parameters_when_the_model_changes(thread_ranks):
-    def run() -> None:
-        model = wrap(topology="complete")
-        train(model, range(2))
-        model.module[0].bias.requires_grad_(False)
-        train(model, [2])  # What had been sent before is mixed in a last time.
-        frozen = model.module[0].bias.clone()
-        train(model, range(3, 5))
-        assert torch.equal(model.module[0].bias, frozen)
-        state = model.optimizer_state_dict()["parameters"]
-        assert set(state) == {name for name, p in model.named_parameters() if p.requires_grad}
-        momenta = [optimizer.state_dict()["state"] for optimizer in model.bagua_optimizers]
-        assert all(entry["momentum_buffer"].abs().sum() > 0 for momentum_ in momenta for entry in momentum_.values())
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_state_follows_parameters_when_the_model_changes():
+    model = wrap(topology="complete")
+    train(model, range(2))
+    model.module[0].bias.requires_grad_(False)
+    train(model, [2])  # What had been sent before is mixed in a last time.
+    frozen = model.module[0].bias.clone()
+    train(model, range(3, 5))
+    assert torch.equal(model.module[0].bias, frozen)
+    state = model.optimizer_state_dict()["parameters"]
+    assert set(state) == {name for name, p in model.named_parameters() if p.requires_grad}
+    momenta = [optimizer.state_dict()["state"] for optimizer in model.bagua_optimizers]
+    assert all(entry["momentum_buffer"].abs().sum() > 0 for momentum_ in momenta for entry in momentum_.values())
 
 
 # Accumulation.
 
 
 @pytest.mark.parametrize("way", ["no_sync", "set_accumulate_grad"])
-def test_accumulated_gradients_are_one_step(thread_ranks, way):
-    def run() -> None:
-        rank = bagua.comm.get_rank()
-        one, other = wrap(topology="ring", optim_fn=plain_sgd), wrap(topology="ring", optim_fn=plain_sgd)
-        for step in range(0, 6, 2):
-            if way == "no_sync":
-                with one.no_sync():
-                    loss_of(one, rank, step).backward()
-            else:
-                one.set_accumulate_grad()
+@on_ranks(2)
+def test_accumulated_gradients_are_one_step(way):
+    rank = bagua.comm.get_rank()
+    one, other = wrap(topology="ring", optim_fn=plain_sgd), wrap(topology="ring", optim_fn=plain_sgd)
+    for step in range(0, 6, 2):
+        if way == "no_sync":
+            with one.no_sync():
                 loss_of(one, rank, step).backward()
-                one.set_accumulate_grad(False)
-            loss_of(one, rank, step + 1).backward()
-            (loss_of(other, rank, step) + loss_of(other, rank, step + 1)).backward()
-            for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-                assert torch.allclose(mine, theirs, atol=1e-6)
-                assert mine.grad is None, "a step drops the gradients"
-
-    thread_ranks(2, run)
+        else:
+            one.set_accumulate_grad()
+            loss_of(one, rank, step).backward()
+            one.set_accumulate_grad(False)
+        loss_of(one, rank, step + 1).backward()
+        (loss_of(other, rank, step) + loss_of(other, rank, step + 1)).backward()
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
+            assert mine.grad is None, "a step drops the gradients"
 
 
 # Models.
@@ -258,41 +249,37 @@ def odd(**options) -> DecentralizedDataParallel:
 IMAGES = torch.linspace(-1, 1, 2 * 2 * 4 * 4).view(2, 2, 4, 4)
 
 
-def test_odd_models(thread_ranks):
-    def run() -> None:
-        model = odd()
-        before = snapshot(model)
-        for _ in range(3):
-            model(IMAGES).square().sum().backward()
-        module = model.module
-        assert module.convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        assert module.second.weight is module.first.weight
-        assert torch.equal(module.frozen.weight, before["frozen.weight"])
-        assert not torch.equal(module.first.weight, before["first.weight"])
-        assert list(model.state_dict()) == list(Odd().state_dict())
-        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Odd().named_parameters()]
-        plain = copy.deepcopy(model)
-        assert type(plain) is Odd
-        assert torch.equal(plain(IMAGES), model(IMAGES))
-
-    thread_ranks(2, run)
-
-
-def test_unused_parameters_are_named_or_count_as_zero(thread_ranks):
-    def run() -> None:
-        model = odd()
-        model.module.uses_spare = False
-        with pytest.raises(ConfigurationError, match=r"spare\.weight, spare\.bias"):
-            model(IMAGES).sum().backward()
-
-        model = odd(find_unused_parameters=True)
+@on_ranks(2)
+def test_odd_models():
+    model = odd()
+    before = snapshot(model)
+    for _ in range(3):
         model(IMAGES).square().sum().backward()
-        used = model.module.spare.weight.clone()
-        model.module.uses_spare = False
-        model(IMAGES).square().sum().backward()
-        assert not torch.equal(model.module.spare.weight, used), "momentum goes on with a gradient of zero"
+    module = model.module
+    assert module.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    assert module.second.weight is module.first.weight
+    assert torch.equal(module.frozen.weight, before["frozen.weight"])
+    assert not torch.equal(module.first.weight, before["first.weight"])
+    assert list(model.state_dict()) == list(Odd().state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Odd().named_parameters()]
+    plain = copy.deepcopy(model)
+    assert type(plain) is Odd
+    assert torch.equal(plain(IMAGES), model(IMAGES))
 
-    thread_ranks(2, run)
+
+@on_ranks(2)
+def test_unused_parameters_are_named_or_count_as_zero():
+    model = odd()
+    model.module.uses_spare = False
+    with pytest.raises(ConfigurationError, match=r"spare\.weight, spare\.bias"):
+        model(IMAGES).sum().backward()
+
+    model = odd(find_unused_parameters=True)
+    model(IMAGES).square().sum().backward()
+    used = model.module.spare.weight.clone()
+    model.module.uses_spare = False
+    model(IMAGES).square().sum().backward()
+    assert not torch.equal(model.module.spare.weight, used), "momentum goes on with a gradient of zero"
 
 
 def test_a_compiled_model(thread_ranks):

@@ -21,6 +21,7 @@ from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
 from bagua.primitives import differ_by_rounding, quick_digest
 from tests.harness import mlp, seeded, sgd, snapshot, train_steps
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -123,16 +124,14 @@ def test_calls_that_cross_on_the_model_name_what_each_rank_does(thread_ranks, al
         assert "the forming of buckets" in text
 
 
-def test_an_agreement_that_meets_another_call_on_objects_is_an_error_on_its_rank(thread_ranks):
-    def meet() -> None:
-        communicator = bagua.comm.get_default_group().global_communicator
-        if bagua.comm.get_rank():
-            communicator.allgather_object(True)
-            return
-        with pytest.raises(CollectiveMismatchError, match=r"a test, others have another call"):
-            gather_objects(communicator, "a test", 1)
-
-    thread_ranks(2, meet)
+@on_ranks(2)
+def test_an_agreement_that_meets_another_call_on_objects_is_an_error_on_its_rank():
+    communicator = bagua.comm.get_default_group().global_communicator
+    if bagua.comm.get_rank():
+        communicator.allgather_object(True)
+        return
+    with pytest.raises(CollectiveMismatchError, match=r"a test, others have another call"):
+        gather_objects(communicator, "a test", 1)
 
 
 def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
@@ -290,19 +289,17 @@ def test_another_wrapper_around_a_wrapped_model_is_told(thread_ranks, caplog):
         ([{"seed": 1}, {}], None),
     ],
 )
-def test_a_mismatch_is_headed_by_what_differs(thread_ranks, options, headline):
-    def wrap() -> None:
-        own = {"algorithm": "gradient_allreduce", **options[bagua.comm.get_rank()]}
-        model = mlp(own.pop("seed", 0))
-        optimizer = QAdamOptimizer(model.parameters(), lr=0.1)
-        if headline is None:
-            with_bagua(model, optimizer, **own)
-            return
-        with pytest.raises(CollectiveMismatchError, match=headline) as caught:
-            with_bagua(model, optimizer, **own)
-        assert "Build the same model" not in str(caught.value)
-
-    thread_ranks(2, wrap)
+@on_ranks(2)
+def test_a_mismatch_is_headed_by_what_differs(options, headline):
+    own = {"algorithm": "gradient_allreduce", **options[bagua.comm.get_rank()]}
+    model = mlp(own.pop("seed", 0))
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.1)
+    if headline is None:
+        with_bagua(model, optimizer, **own)
+        return
+    with pytest.raises(CollectiveMismatchError, match=headline) as caught:
+        with_bagua(model, optimizer, **own)
+    assert "Build the same model" not in str(caught.value)
 
 
 def _resume_far_on() -> int:
@@ -570,9 +567,7 @@ def test_rounding_is_256_units_in_the_last_place_or_three_hundredths(thread_rank
         ([], [], True),
     ],
 )
-def test_what_is_not_finite_and_whole_numbers_must_be_equal(thread_ranks, first, second, alike):
-    def compare() -> bool:
-        own = torch.tensor([first, second][bagua.comm.get_rank()])
-        return differ_by_rounding([own], bagua.comm.get_default_group().global_communicator)
-
-    assert thread_ranks(2, compare) == [alike, alike]
+@on_ranks(2)
+def test_what_is_not_finite_and_whole_numbers_must_be_equal(first, second, alike):
+    own = torch.tensor([first, second][bagua.comm.get_rank()])
+    assert differ_by_rounding([own], bagua.comm.get_default_group().global_communicator) == alike

@@ -16,37 +16,33 @@ from bagua.errors import BaguaError, CommunicationError, ConfigurationError, Inv
 from bagua.parallel import OverlappingWrapper
 from tests.harness import State, assert_same_on_all_ranks, mlp, seeded, sgd, snapshot
 from tests.parallel.test_gradients import Branches, branch_loss
-from tests.parallel.wrapping import Loop
+from tests.parallel.wrapping import Loop, on_ranks
 
 pytestmark = pytest.mark.threads
 
 
-def test_models_that_share_some_parameters_cannot_both_be_wrapped(thread_ranks):
-    def check() -> None:
-        shared = nn.Linear(4, 4)
-        first = nn.Sequential(shared, nn.Linear(4, 2))
-        kept = OverlappingWrapper(first, sgd(first.parameters()))
-        second = nn.Sequential(shared, nn.Linear(4, 3))
-        with pytest.raises(ConfigurationError, match=r"0\.weight is exchanged by the engine of another model"):
-            OverlappingWrapper(second, sgd(second.parameters()))
-        assert shared.weight._post_accumulate_grad_hooks, "the first model lost its hooks"
-        del kept
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_models_that_share_some_parameters_cannot_both_be_wrapped():
+    shared = nn.Linear(4, 4)
+    first = nn.Sequential(shared, nn.Linear(4, 2))
+    kept = OverlappingWrapper(first, sgd(first.parameters()))
+    second = nn.Sequential(shared, nn.Linear(4, 3))
+    with pytest.raises(ConfigurationError, match=r"0\.weight is exchanged by the engine of another model"):
+        OverlappingWrapper(second, sgd(second.parameters()))
+    assert shared.weight._post_accumulate_grad_hooks, "the first model lost its hooks"
+    del kept
 
 
-def test_wrapping_the_same_module_anew_replaces_the_earlier_engine(thread_ranks):
-    def train() -> State:
-        loop = Loop(OverlappingWrapper)
-        loop.train(2)
-        earlier, loop.wrapped = loop.wrapped, OverlappingWrapper(loop.model, loop.optimizer)
-        loop.train(3)
-        assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in loop.model.parameters())
-        assert earlier.reducer.step == 2
-        assert loop.wrapped.reducer.step == 3
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_wrapping_the_same_module_anew_replaces_the_earlier_engine() -> State:
+    loop = Loop(OverlappingWrapper)
+    loop.train(2)
+    earlier, loop.wrapped = loop.wrapped, OverlappingWrapper(loop.model, loop.optimizer)
+    loop.train(3)
+    assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in loop.model.parameters())
+    assert earlier.reducer.step == 2
+    assert loop.wrapped.reducer.step == 3
+    return snapshot(loop.model)
 
 
 def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference():
@@ -138,18 +134,16 @@ class Ignore(Then):
 IN_BACKGROUND = Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Ignore(), lag=1))
 
 
-def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
-            loop = Loop(OverlappingWrapper, Branches, algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1)
-            for step in range(4):
-                loop.model.zero_grad()
-                branch_loss(loop.wrapped, rank, step).backward()
-            branches = loop.model.left, loop.model.right, loop.model.never
-            assert [branch.weight.grad is not None for branch in branches] == [True, True, False]
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_gradients_that_no_rank_has_stay_none_with_every_lag():
+    rank = bagua.comm.get_rank()
+    for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
+        loop = Loop(OverlappingWrapper, Branches, algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1)
+        for step in range(4):
+            loop.model.zero_grad()
+            branch_loss(loop.wrapped, rank, step).backward()
+        branches = loop.model.left, loop.model.right, loop.model.never
+        assert [branch.weight.grad is not None for branch in branches] == [True, True, False]
 
 
 def test_devices_that_the_group_does_not_serve_are_named():
@@ -164,13 +158,11 @@ def dropping(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_hook_of_the_user_that_drops_gradients_is_an_error(thread_ranks):
-    def check() -> None:
-        loop = Loop(lambda model, optimizer: OverlappingWrapper(dropping(model), optimizer))
-        with pytest.raises(ConfigurationError, match=r"the gradient of 0\.bias cannot be put into a bucket.*seen None"):
-            loop.train(2)
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_hook_of_the_user_that_drops_gradients_is_an_error():
+    loop = Loop(lambda model, optimizer: OverlappingWrapper(dropping(model), optimizer))
+    with pytest.raises(ConfigurationError, match=r"the gradient of 0\.bias cannot be put into a bucket.*seen None"):
+        loop.train(2)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from tests.contract.algorithms import optimizer_maker
 from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS, Loop, Wrap
+from tests.parallel.wrapping import WRAPS, Loop, Wrap, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -92,17 +92,15 @@ def with_algorithm(algorithm: Algorithm) -> Loop:
 @pytest.mark.parametrize("step", [0, FAILS_IN])
 @pytest.mark.parametrize("place", ["first gradient", "last gradient", "output"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_the_engine_stops_on_all_ranks(thread_ranks, wrap, step, place, error):
-    def train() -> None:
-        loop, outputs = one_bucket(wrap), []
+@on_ranks(3)
+def test_the_engine_stops_on_all_ranks(wrap, step, place, error):
+    loop, outputs = one_bucket(wrap), []
 
-        def fails_at() -> nn.Module | torch.Tensor:
-            outputs.append(loop.wrapped(torch.ones(1, 8)))
-            return {"first gradient": loop.model[4], "last gradient": loop.model[0], "output": outputs[0]}[place]
+    def fails_at() -> nn.Module | torch.Tensor:
+        outputs.append(loop.wrapped(torch.ones(1, 8)))
+        return {"first gradient": loop.model[4], "last gradient": loop.model[0], "output": outputs[0]}[place]
 
-        check_all_are_told(loop.rank, loop.train, lambda: outputs[0].sum().backward(), fails_at, step, error)
-
-    thread_ranks(3, train)
+    check_all_are_told(loop.rank, loop.train, lambda: outputs[0].sum().backward(), fails_at, step, error)
 
 
 TOGETHER = {name: registry.get(name)() for name in registry if not issubclass(registry.get(name), LocalUpdates)}
@@ -111,53 +109,42 @@ TOGETHER["the warm-up of async"] = AsyncModelAverageAlgorithm(warmup_steps=10)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_with_every_algorithm_whose_ranks_step_together(thread_ranks, name):
-    def train() -> None:
-        loop = with_algorithm(TOGETHER[name])
-        check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model[0])
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_with_every_algorithm_whose_ranks_step_together(name):
+    loop = with_algorithm(TOGETHER[name])
+    check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model[0])
 
 
-def test_where_ranks_step_at_their_own_pace_nobody_needs_to_know(thread_ranks):
-    def train() -> None:
-        loop = with_algorithm(OWN_PACE)
-        loop.train(FAILS_IN)
-        if loop.rank == 0:
-            with failing(loop.model[0]):
-                loop.backward()
-        loop.train(2)
-        loop.model.bagua_algorithm.abort(loop.model)
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_where_ranks_step_at_their_own_pace_nobody_needs_to_know():
+    loop = with_algorithm(OWN_PACE)
+    loop.train(FAILS_IN)
+    if loop.rank == 0:
+        with failing(loop.model[0]):
+            loop.backward()
+    loop.train(2)
+    loop.model.bagua_algorithm.abort(loop.model)
 
 
 @pytest.mark.parametrize("topology", ["complete", "ring", "one-peer-exp"])
-def test_with_neighbours(thread_ranks, topology):
-    def train() -> None:
-        rank, model = bagua.comm.get_rank(), wrap_decentralized(topology=topology)
-        check_all_are_told(
-            rank,
-            lambda steps: train_decentralized(model, range(steps)),
-            lambda: loss_of(model, rank, FAILS_IN).backward(),
-            lambda: model.module[0],
-        )
-
-    thread_ranks(4, train)
+@on_ranks(4)
+def test_with_neighbours(topology):
+    rank, model = bagua.comm.get_rank(), wrap_decentralized(topology=topology)
+    check_all_are_told(
+        rank,
+        lambda steps: train_decentralized(model, range(steps)),
+        lambda: loss_of(model, rank, FAILS_IN).backward(),
+        lambda: model.module[0],
+    )
 
 
-def test_the_second_backward_pass_of_one_graph(thread_ranks):
+@on_ranks(2)
+def test_the_second_backward_pass_of_one_graph():
     """Each of them is a step."""
-
-    def train() -> None:
-        loop = one_bucket()
-        loss = loop.loss()
-        loss.backward(retain_graph=True)
-        check_all_are_told(
-            loop.rank, lambda steps: steps and loop.train(steps), loss.backward, lambda: loop.model[0], 0
-        )
-
-    thread_ranks(2, train)
+    loop = one_bucket()
+    loss = loop.loss()
+    loss.backward(retain_graph=True)
+    check_all_are_told(loop.rank, lambda steps: steps and loop.train(steps), loss.backward, lambda: loop.model[0], 0)
 
 
 class Recomputed(nn.Module):
@@ -172,27 +159,22 @@ class Recomputed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner[1:], hidden, use_reentrant=True)
 
 
-def test_inside_a_reentrant_checkpoint(thread_ranks):
-    def train() -> None:
-        loop = one_bucket(make=Recomputed)
-        check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model.inner[2], 1)
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_inside_a_reentrant_checkpoint():
+    loop = one_bucket(make=Recomputed)
+    check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model.inner[2], 1)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_one_that_only_accumulates_may_fail(thread_ranks, wrap):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_one_that_only_accumulates_may_fail(wrap) -> State:
     """Nobody waits for it. What it left in the gradients is the user's, as without bagua."""
-
-    def train() -> State:
-        loop = one_bucket(wrap)
-        loop.train(2)
-        if loop.rank == 0:
-            with loop.wrapped.no_sync(), failing(loop.model[0]):
-                loop.backward()
-        return loop.train(2)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    loop = one_bucket(wrap)
+    loop.train(2)
+    if loop.rank == 0:
+        with loop.wrapped.no_sync(), failing(loop.model[0]):
+            loop.backward()
+    return loop.train(2)
 
 
 def test_without_other_ranks_the_next_step_goes_on(thread_ranks):

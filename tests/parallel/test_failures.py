@@ -13,7 +13,7 @@ from bagua import testing
 from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
 from tests.harness import State, assert_same_on_all_ranks
-from tests.parallel.wrapping import WRAPS, Loop
+from tests.parallel.wrapping import WRAPS, Loop, on_ranks
 
 
 class CodecError(Exception):
@@ -50,18 +50,16 @@ def _raise(gradient: torch.Tensor) -> None:
     ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
 )
 @pytest.mark.usefixtures("fails_on_rank_0")
-def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, wrap, delay_reduce):
-    def train() -> None:
-        loop = Loop(wrap, **({"delay_reduce": True} if delay_reduce else {}))
-        loop.train(2)
-        with pytest.raises((CodecError, CommunicationError)) as caught:
-            loop.train(4)
-        kind = CommunicationError if loop.rank else CodecError
-        assert any(isinstance(error, kind) for error in _chain(caught.value))
-        with pytest.raises(BaguaError):  # And it stays an error, at once.
-            loop.train()
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_an_error_in_the_exchange_reaches_the_end_of_backward(wrap, delay_reduce):
+    loop = Loop(wrap, **({"delay_reduce": True} if delay_reduce else {}))
+    loop.train(2)
+    with pytest.raises((CodecError, CommunicationError)) as caught:
+        loop.train(4)
+    kind = CommunicationError if loop.rank else CodecError
+    assert any(isinstance(error, kind) for error in _chain(caught.value))
+    with pytest.raises(BaguaError):  # And it stays an error, at once.
+        loop.train()
 
 
 @pytest.mark.threads
@@ -82,49 +80,42 @@ def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
 
 
 @pytest.mark.threads
-def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew(thread_ranks):
+@on_ranks(2)
+def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew():
     """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
-
-    def train() -> None:
-        loop = Loop()
-        loop.train(2)
-        handle = loop.model[2].weight.register_hook(_raise)
-        with pytest.raises(CodecError):
-            loop.train()
-        handle.remove()
-        Loop().train(3)
-
-    thread_ranks(2, train)
+    loop = Loop()
+    loop.train(2)
+    handle = loop.model[2].weight.register_hook(_raise)
+    with pytest.raises(CodecError):
+        loop.train()
+    handle.remove()
+    Loop().train(3)
 
 
 @pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.usefixtures("fails_on_rank_0")
-def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, wrap):
-    def train() -> State:
-        loop = Loop(wrap)
-        with pytest.raises((CodecError, CommunicationError)):
-            loop.train(6)
-        if wrap == "bagua_init":
-            loop.wrapped.switch_to("allreduce")
-        else:
-            loop.wrapped = WRAPS[wrap](loop.model, loop.optimizer)
-        loop.train(1)
-        return loop.train(1)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_model_whose_exchange_failed_can_be_wrapped_anew(wrap) -> State:
+    loop = Loop(wrap)
+    with pytest.raises((CodecError, CommunicationError)):
+        loop.train(6)
+    if wrap == "bagua_init":
+        loop.wrapped.switch_to("allreduce")
+    else:
+        loop.wrapped = WRAPS[wrap](loop.model, loop.optimizer)
+    loop.train(1)
+    return loop.train(1)
 
 
 @pytest.mark.threads
-def test_an_error_in_forward_or_loss_leaves_the_engine_usable(thread_ranks):
-    def train() -> None:
-        loop = Loop()
-        for _ in range(3):
-            with pytest.raises(RuntimeError):
-                loop.wrapped(torch.zeros(2, 3))  # A wrong shape.
-            loop.train()
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_an_error_in_forward_or_loss_leaves_the_engine_usable():
+    loop = Loop()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            loop.wrapped(torch.zeros(2, 3))  # A wrong shape.
+        loop.train()
 
 
 @pytest.mark.threads

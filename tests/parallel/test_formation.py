@@ -32,6 +32,7 @@ from bagua.engine.state import checkpoints
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from bagua.parallel import with_bagua
 from tests.harness import mlp, seeded
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -57,38 +58,34 @@ def test_a_gradient_appears_once_in_a_backward_pass():
     assert [id(parameter) for parameter in order.arrived] == [id(model[1].bias)]
 
 
-def test_all_ranks_take_the_order_of_the_first(thread_ranks):
-    def check() -> None:
-        model, rank = layers(), bagua.comm.get_rank()
-        order = GradientOrder(Registration(model))
-        for parameter in reversed(list(model.parameters())) if rank == 0 else model.parameters():
-            order.add(parameter)
-        comm = bagua.comm.get_default_group().global_communicator
-        told = order.agree(comm, find_unused=False, same_order=False, told=f"from {rank}")
-        assert told == ["from 0", "from 1"]
-        assert not order.arrived
-        # 4 parameters of 16 to 64 bytes: one byte closes a bucket, and a gigabyte holds all.
-        assert order.cut(1) == [[3], [2], [1], [0]]
-        assert order.cut(2**30) == [[3, 2, 1, 0]]
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_all_ranks_take_the_order_of_the_first():
+    model, rank = layers(), bagua.comm.get_rank()
+    order = GradientOrder(Registration(model))
+    for parameter in reversed(list(model.parameters())) if rank == 0 else model.parameters():
+        order.add(parameter)
+    comm = bagua.comm.get_default_group().global_communicator
+    told = order.agree(comm, find_unused=False, same_order=False, told=f"from {rank}")
+    assert told == ["from 0", "from 1"]
+    assert not order.arrived
+    # 4 parameters of 16 to 64 bytes: one byte closes a bucket, and a gigabyte holds all.
+    assert order.cut(1) == [[3], [2], [1], [0]]
+    assert order.cut(2**30) == [[3, 2, 1, 0]]
 
 
-def test_ranks_refuse_an_order_together(thread_ranks):
-    def check() -> None:
-        model, rank = layers(), bagua.comm.get_rank()
-        comm = bagua.comm.get_default_group().global_communicator
-        order = GradientOrder(Registration(model))
-        for parameter in list(model.parameters())[rank:]:
-            order.add(parameter)
-        with pytest.raises(ConfigurationError, match=r"rank 1: 0\.weight"):
-            order.agree(comm, find_unused=False, same_order=False, told="")
-        for parameter in list(model.parameters())[:: 1 - 2 * rank]:
-            order.add(parameter)
-        with pytest.raises(CollectiveMismatchError, match="another order"):
-            order.agree(comm, find_unused=False, same_order=True, told="")
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_ranks_refuse_an_order_together():
+    model, rank = layers(), bagua.comm.get_rank()
+    comm = bagua.comm.get_default_group().global_communicator
+    order = GradientOrder(Registration(model))
+    for parameter in list(model.parameters())[rank:]:
+        order.add(parameter)
+    with pytest.raises(ConfigurationError, match=r"rank 1: 0\.weight"):
+        order.agree(comm, find_unused=False, same_order=False, told="")
+    for parameter in list(model.parameters())[:: 1 - 2 * rank]:
+        order.add(parameter)
+    with pytest.raises(CollectiveMismatchError, match="another order"):
+        order.agree(comm, find_unused=False, same_order=True, told="")
 
 
 def test_an_order_is_supposed_as_long_as_none_is_known():
@@ -154,48 +151,44 @@ def test_a_rank_by_itself_makes_what_acts_alone():
 # The formation.
 
 
-def test_a_formation_is_saved_and_loaded_without_a_reducer(thread_ranks):
-    def check() -> None:
-        options = EngineOptions(bucket_bytes=100)
-        made = [Formation(mlp(), [], GradientAllReduceAlgorithm(), None, options) for _ in range(2)]
-        first, second = made
-        for parameter in reversed(first.registration.parameters):
-            first.order.add(parameter)
-        first.form_as_arrived()
-        first.phases.step = 5
-        saved = checkpoints.save(first)
-        assert not second.execution.buckets
-        checkpoints.load(second, saved)
-        assert second.phases.step == 5
-        names = [bucket.names for bucket in second.execution.buckets]
-        assert names == [bucket.names for bucket in first.execution.buckets]
-        assert [name for bucket in names for name in bucket] == [*reversed(first.registration.names)]
-        assert checkpoints.digest(second) == checkpoints.digest(first)
-        for one in made:
-            one.close()
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_formation_is_saved_and_loaded_without_a_reducer():
+    options = EngineOptions(bucket_bytes=100)
+    made = [Formation(mlp(), [], GradientAllReduceAlgorithm(), None, options) for _ in range(2)]
+    first, second = made
+    for parameter in reversed(first.registration.parameters):
+        first.order.add(parameter)
+    first.form_as_arrived()
+    first.phases.step = 5
+    saved = checkpoints.save(first)
+    assert not second.execution.buckets
+    checkpoints.load(second, saved)
+    assert second.phases.step == 5
+    names = [bucket.names for bucket in second.execution.buckets]
+    assert names == [bucket.names for bucket in first.execution.buckets]
+    assert [name for bucket in names for name in bucket] == [*reversed(first.registration.names)]
+    assert checkpoints.digest(second) == checkpoints.digest(first)
+    for one in made:
+        one.close()
 
 
-def test_buckets_that_cannot_be_made_end_training_on_all_ranks(thread_ranks):
-    def check() -> None:
-        formation = Formation(mlp(), [], GradientAllReduceAlgorithm(), None, EngineOptions())
-        if bagua.comm.get_rank() == 1:
+@on_ranks(2)
+def test_buckets_that_cannot_be_made_end_training_on_all_ranks():
+    formation = Formation(mlp(), [], GradientAllReduceAlgorithm(), None, EngineOptions())
+    if bagua.comm.get_rank() == 1:
 
-            def fail(*_: object) -> None:
-                raise MemoryError("no memory for buckets")
+        def fail(*_: object) -> None:
+            raise MemoryError("no memory for buckets")
 
-            formation.execution.begin = fail  # type: ignore[method-assign]
-            with pytest.raises(MemoryError):
-                formation.form([[*range(len(formation.registration.names))]])
-            with pytest.raises(CommunicatorClosedError, match="no memory for buckets"):
-                formation.failure.check()
-        else:
-            with pytest.raises(PeerLostError, match="the making of its buckets"):
-                formation.group.global_communicator.barrier()
+        formation.execution.begin = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            formation.form([[*range(len(formation.registration.names))]])
+        with pytest.raises(CommunicatorClosedError, match="no memory for buckets"):
             formation.failure.check()
-
-    thread_ranks(2, check)
+    else:
+        with pytest.raises(PeerLostError, match="the making of its buckets"):
+            formation.group.global_communicator.barrier()
+        formation.failure.check()
 
 
 # Its failure.

@@ -23,7 +23,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, Loop, assert_trained, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import WRAPS, Loop, assert_trained, by_bagua_init, by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -110,50 +110,43 @@ class Sides(nn.Module):
 
 
 @pytest.mark.parametrize("fusion", [True, False])
-def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(thread_ranks, fusion):
+@on_ranks(2)
+def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(fusion):
     """A quarter of what is left is sent in each step, also when nobody uses the parameter any more."""
-
-    def train() -> tuple[list[float], bool]:
-        model, algorithm = Sides(), TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        wrapped = with_bagua(model, optimizer, algorithm, find_unused_parameters=True, do_flatten=fusion)
-        for side in ("left", *("right",) * 4):
-            optimizer.zero_grad()
-            wrapped(side).backward()
-            optimizer.step()
-        return model.left.tolist(), model.left.grad is None
-
-    assert thread_ranks(2, train) == [([-float(one) for one in range(1, 65)], True)] * 2
+    model, algorithm = Sides(), TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = with_bagua(model, optimizer, algorithm, find_unused_parameters=True, do_flatten=fusion)
+    for side in ("left", *("right",) * 4):
+        optimizer.zero_grad()
+        wrapped(side).backward()
+        optimizer.step()
+    assert (model.left.tolist(), model.left.grad is None) == ([-float(one) for one in range(1, 65)], True)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_lbfgs_calls_its_closure_several_times_in_a_step(thread_ranks, wrap):
-    def train() -> State:
-        loop = Loop(wrap, make_optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_lbfgs_calls_its_closure_several_times_in_a_step(wrap) -> State:
+    loop = Loop(wrap, make_optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
 
-        def closure() -> torch.Tensor:
-            loop.optimizer.zero_grad()
-            loss = loss_of(loop.wrapped, loop.rank, loop.step)
-            loss.backward()
-            mean = loss.detach().clone()
-            bagua.comm.allreduce(mean, bagua.comm.ReduceOp.AVG)
-            return mean
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loss_of(loop.wrapped, loop.rank, loop.step)
+        loss.backward()
+        mean = loss.detach().clone()
+        bagua.comm.allreduce(mean, bagua.comm.ReduceOp.AVG)
+        return mean
 
-        for loop.step in range(2):
-            loop.optimizer.step(closure)
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    for loop.step in range(2):
+        loop.optimizer.step(closure)
+    return snapshot(loop.model)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_backward_with_create_graph_is_refused(thread_ranks):
-    def train() -> None:
-        loop = Loop()
-        with pytest.raises(ConfigurationError, match="create_graph"):
-            loop.loss().backward(create_graph=True)
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_backward_with_create_graph_is_refused():
+    loop = Loop()
+    with pytest.raises(ConfigurationError, match="create_graph"):
+        loop.loss().backward(create_graph=True)
 
 
 def test_a_gradient_hook_of_the_user_sees_local_gradients(thread_ranks):

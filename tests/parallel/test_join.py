@@ -14,6 +14,7 @@ from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import loss_of, mlp, sgd
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -234,17 +235,15 @@ def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
             torch.testing.assert_close(mine, wanted.detach())
 
 
-def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps(thread_ranks):
-    def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1))
-        with model.join():
-            train(model, optimizer, rank, (1, 3))
-        return weights_of(model)
-
-    assert_equal(thread_ranks(2, rank_trains))
+@on_ranks(2, assert_equal)
+def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1))
+    with model.join():
+        train(model, optimizer, rank, (1, 3))
+    return weights_of(model)
 
 
 def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
@@ -276,21 +275,19 @@ def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
     assert torch.equal(first[1], second[1])
 
 
-def test_accumulated_gradients_are_no_steps(thread_ranks):
-    def rank_trains():
-        model, optimizer, rank = wrapped()
-        with model.join():
-            for step in range((2, 3)[rank]):
-                with model.no_sync():
-                    loss_of(model, rank, 2 * step).backward()
-                loss_of(model, rank, 2 * step + 1).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            with model.no_sync():  # What is left over of the data.
-                loss_of(model, rank, 9).backward()
-        return weights_of(model)
-
-    assert_equal(thread_ranks(2, rank_trains))
+@on_ranks(2, assert_equal)
+def test_accumulated_gradients_are_no_steps():
+    model, optimizer, rank = wrapped()
+    with model.join():
+        for step in range((2, 3)[rank]):
+            with model.no_sync():
+                loss_of(model, rank, 2 * step).backward()
+            loss_of(model, rank, 2 * step + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with model.no_sync():  # What is left over of the data.
+            loss_of(model, rank, 9).backward()
+    return weights_of(model)
 
 
 def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
@@ -331,16 +328,14 @@ def test_a_module_keeps_what_it_calls_join():
             pass
 
 
-def test_a_forward_pass_without_a_backward_pass_is_made_a_step(thread_ranks):
-    def rank_trains():
-        model, optimizer, rank = wrapped()
-        with model.join():
-            train(model, optimizer, rank, (1, 3))
-            if rank == 0:
-                loss_of(model, rank, 1)
-        return weights_of(model)
-
-    assert_equal(thread_ranks(2, rank_trains))
+@on_ranks(2, assert_equal)
+def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
+    model, optimizer, rank = wrapped()
+    with model.join():
+        train(model, optimizer, rank, (1, 3))
+        if rank == 0:
+            loss_of(model, rank, 1)
+    return weights_of(model)
 
 
 @pytest.mark.parametrize(
@@ -350,25 +345,20 @@ def test_a_forward_pass_without_a_backward_pass_is_made_a_step(thread_ranks):
         ("gradient_allreduce", {"enable": 1}, "argument enable"),
     ],
 )
-def test_bad_use_is_refused(thread_ranks, algorithm, options, why):
-    def rank_trains():
-        model, _, _ = wrapped(algorithm)
-        with pytest.raises(ConfigurationError, match=why), model.join(**options):
-            pass
-
-    thread_ranks(2, rank_trains)
+@on_ranks(2)
+def test_bad_use_is_refused(algorithm, options, why):
+    model, _, _ = wrapped(algorithm)
+    with pytest.raises(ConfigurationError, match=why), model.join(**options):
+        pass
 
 
-def test_a_step_that_ranks_without_data_do_not_know_of_is_refused(thread_ranks):
+@on_ranks(2)
+def test_a_step_that_ranks_without_data_do_not_know_of_is_refused():
     """Two forward passes announce one step, so two backward passes behind them would be one too many."""
-
-    def rank_trains():
-        model, _, rank = wrapped()
-        why, error = ("without a forward pass of its own", ConfigurationError) if rank else ("rank 1", PeerLostError)
-        with pytest.raises(error, match=why), model.join():
-            first, second = loss_of(model, rank, 0), loss_of(model, rank, 1)
-            first.backward()
-            if rank:
-                second.backward()
-
-    thread_ranks(2, rank_trains)
+    model, _, rank = wrapped()
+    why, error = ("without a forward pass of its own", ConfigurationError) if rank else ("rank 1", PeerLostError)
+    with pytest.raises(error, match=why), model.join():
+        first, second = loss_of(model, rank, 0), loss_of(model, rank, 1)
+        first.backward()
+        if rank:
+            second.backward()

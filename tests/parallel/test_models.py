@@ -12,23 +12,21 @@ import bagua.comm
 from bagua.errors import BaguaError, CollectiveMismatchError
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot
 from tests.parallel.test_training import frozen
-from tests.parallel.wrapping import Loop, by_bagua_init
+from tests.parallel.wrapping import Loop, by_bagua_init, on_ranks
 
 pytestmark = pytest.mark.threads
 
 
-def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank(thread_ranks):
-    def train() -> None:
-        loop = Loop(make=frozen)
+@on_ranks(2)
+def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank():
+    loop = Loop(make=frozen)
+    loop.train(2)
+    if loop.rank == 1:
+        loop.model.requires_grad_(True)
+    # Whatever came before had more time: this ends with the timeout of whoever waits for the same change.
+    loop.wrapped._bagua_engine.reducer.group.timeout_s = 0.5
+    with pytest.raises(BaguaError):
         loop.train(2)
-        if loop.rank == 1:
-            loop.model.requires_grad_(True)
-        # Whatever came before had more time: this ends with the timeout of whoever waits for the same change.
-        loop.wrapped._bagua_engine.reducer.group.timeout_s = 0.5
-        with pytest.raises(BaguaError):
-            loop.train(2)
-
-    thread_ranks(2, train)
 
 
 def test_a_change_of_dtype_is_an_error_or_keeps_the_model_synchronized(thread_ranks):

@@ -13,27 +13,25 @@ from bagua.comm import solo_group
 from bagua.errors import InvalidTypeError, UnsupportedAlgorithmException
 from bagua.parallel import DistributedDataParallel
 from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot
-from tests.parallel.wrapping import Loop
+from tests.parallel.wrapping import Loop, on_ranks
 
 pytestmark = pytest.mark.threads
 
 
-def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again(thread_ranks):
-    def train() -> State:
-        loop = Loop(bagua.with_bagua, bucket_bytes=100)
-        wrapped = loop.wrapped
-        assert wrapped is loop.model
-        assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
-        loop.train(2)
-        assert bagua.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
-        loop.train(2)
-        assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 200)
-        with pytest.raises(UnsupportedAlgorithmException):
-            bagua.with_bagua(wrapped, loop.optimizer, "bytegrab")
-        assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:
+    loop = Loop(bagua.with_bagua, bucket_bytes=100)
+    wrapped = loop.wrapped
+    assert wrapped is loop.model
+    assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
+    loop.train(2)
+    assert bagua.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
+    loop.train(2)
+    assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 200)
+    with pytest.raises(UnsupportedAlgorithmException):
+        bagua.with_bagua(wrapped, loop.optimizer, "bytegrab")
+    assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize(

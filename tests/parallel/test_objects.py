@@ -28,7 +28,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -40,49 +40,43 @@ def _trained(wrap: str) -> Loop:
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
-def test_state_dict_has_the_keys_of_the_plain_module_and_loads_back(thread_ranks, wrap):
-    def check() -> None:
-        loop = _trained(wrap)
-        state = loop.wrapped.state_dict()
-        assert list(state) == list(mlp().state_dict())
-        plain = mlp(seed=3)
-        plain.load_state_dict(state)
-        loop.train(2)
-        result = loop.wrapped.load_state_dict(plain.state_dict())
-        assert not result.missing_keys
-        assert not result.unexpected_keys
-        assert_same_on_all_ranks([snapshot(loop.model), snapshot(plain)])
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_state_dict_has_the_keys_of_the_plain_module_and_loads_back(wrap):
+    loop = _trained(wrap)
+    state = loop.wrapped.state_dict()
+    assert list(state) == list(mlp().state_dict())
+    plain = mlp(seed=3)
+    plain.load_state_dict(state)
+    loop.train(2)
+    result = loop.wrapped.load_state_dict(plain.state_dict())
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert_same_on_all_ranks([snapshot(loop.model), snapshot(plain)])
 
 
-def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know(thread_ranks):
-    def check() -> None:
-        loop = _trained("data_parallel")
-        model, wrapped = loop.model, loop.wrapped
-        theirs = [f"module.{name}" for name in mlp().state_dict()]
-        assert list(wrapped.state_dict()) == theirs
-        assert list(wrapped.module.state_dict()) == list(mlp().state_dict())
-        wrapped.load_state_dict({f"module.{name}": value for name, value in mlp(seed=3).state_dict().items()})
-        assert_same_on_all_ranks([snapshot(model), snapshot(mlp(seed=3))])
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know():
+    loop = _trained("data_parallel")
+    model, wrapped = loop.model, loop.wrapped
+    theirs = [f"module.{name}" for name in mlp().state_dict()]
+    assert list(wrapped.state_dict()) == theirs
+    assert list(wrapped.module.state_dict()) == list(mlp().state_dict())
+    wrapped.load_state_dict({f"module.{name}": value for name, value in mlp(seed=3).state_dict().items()})
+    assert_same_on_all_ranks([snapshot(model), snapshot(mlp(seed=3))])
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("what", ["state_dict", "one tensor", "gradient"])
-def test_saved_tensors_do_not_drag_a_bucket_into_the_file(thread_ranks, wrap, what):
-    def check() -> None:
-        wrapped = _trained(wrap).wrapped
-        first = next(iter(wrapped.parameters()))
-        saved, plain = {
-            "state_dict": (wrapped.state_dict(), mlp().state_dict()),
-            "one tensor": (next(iter(wrapped.state_dict().values())), next(mlp().parameters()).detach()),
-            "gradient": (first.grad.clone(), torch.zeros_like(first)),
-        }[what]
-        assert _file_bytes(saved) <= _file_bytes(plain) * 1.2 + 500
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_saved_tensors_do_not_drag_a_bucket_into_the_file(wrap, what):
+    wrapped = _trained(wrap).wrapped
+    first = next(iter(wrapped.parameters()))
+    saved, plain = {
+        "state_dict": (wrapped.state_dict(), mlp().state_dict()),
+        "one tensor": (next(iter(wrapped.state_dict().values())), next(mlp().parameters()).detach()),
+        "gradient": (first.grad.clone(), torch.zeros_like(first)),
+    }[what]
+    assert _file_bytes(saved) <= _file_bytes(plain) * 1.2 + 500
 
 
 def _file_bytes(value: object) -> int:
@@ -93,20 +87,18 @@ def _file_bytes(value: object) -> int:
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_a_plain_module_without_engine(thread_ranks, wrap, way):
-    def check() -> None:
-        loop = _trained(wrap)
-        model, wrapped = loop.model, loop.wrapped
-        copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](wrapped)
-        before = snapshot(model)
-        assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
-        assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
-        if bagua.comm.get_rank() == 0:  # One rank alone: nothing of the engine can be left in the copy.
-            own = sgd(copied.parameters())
-            train_steps(copied, own, 0, range(2))
-        assert_same_on_all_ranks([before, snapshot(model)])
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_copy_is_a_plain_module_without_engine(wrap, way):
+    loop = _trained(wrap)
+    model, wrapped = loop.model, loop.wrapped
+    copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](wrapped)
+    before = snapshot(model)
+    assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
+    assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
+    if bagua.comm.get_rank() == 0:  # One rank alone: nothing of the engine can be left in the copy.
+        own = sgd(copied.parameters())
+        train_steps(copied, own, 0, range(2))
+    assert_same_on_all_ranks([before, snapshot(model)])
 
 
 def _pickled(module: nn.Module) -> nn.Module:
@@ -121,45 +113,39 @@ def _saved(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_the_original_still_trains_after_it_was_copied(thread_ranks, wrap):
-    def check() -> State:
-        loop = _trained(wrap)
-        copy.deepcopy(loop.wrapped)
-        return loop.train(3)
-
-    assert_same_on_all_ranks(thread_ranks(2, check))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_the_original_still_trains_after_it_was_copied(wrap) -> State:
+    loop = _trained(wrap)
+    copy.deepcopy(loop.wrapped)
+    return loop.train(3)
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
-def test_averaged_model_works(thread_ranks, wrap):
-    def check() -> State:
-        loop = _trained(wrap)
-        averaged = torch.optim.swa_utils.AveragedModel(loop.wrapped)
-        for _ in range(3):
-            loop.train()
-            averaged.update_parameters(loop.wrapped)
-        averaged.eval()
-        averaged(torch.zeros(1, 8))
-        assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), loop.model.parameters(), strict=True))
-        return snapshot(averaged)
-
-    assert_same_on_all_ranks(thread_ranks(2, check))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_averaged_model_works(wrap) -> State:
+    loop = _trained(wrap)
+    averaged = torch.optim.swa_utils.AveragedModel(loop.wrapped)
+    for _ in range(3):
+        loop.train()
+        averaged.update_parameters(loop.wrapped)
+    averaged.eval()
+    averaged(torch.zeros(1, 8))
+    assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), loop.model.parameters(), strict=True))
+    return snapshot(averaged)
 
 
-def test_with_bagua_keeps_the_identity_and_class_of_the_module(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        children, names = list(model.children()), [name for name, _ in model.named_modules()]
-        wrapped = by_with_bagua(model, sgd(model.parameters()))
-        assert wrapped is model
-        assert isinstance(wrapped, nn.Sequential)
-        assert isinstance(wrapped, bagua.torch_api.BaguaModule)
-        assert list(wrapped.children()) == children
-        assert [name for name, _ in wrapped.named_modules()] == names
-        assert type(wrapped).__name__ == "Sequential"
-        assert len(wrapped) == 5
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_with_bagua_keeps_the_identity_and_class_of_the_module():
+    model = mlp()
+    children, names = list(model.children()), [name for name, _ in model.named_modules()]
+    wrapped = by_with_bagua(model, sgd(model.parameters()))
+    assert wrapped is model
+    assert isinstance(wrapped, nn.Sequential)
+    assert isinstance(wrapped, bagua.torch_api.BaguaModule)
+    assert list(wrapped.children()) == children
+    assert [name for name, _ in wrapped.named_modules()] == names
+    assert type(wrapped).__name__ == "Sequential"
+    assert len(wrapped) == 5
 
 
 def _hooks(module: nn.Module) -> int:
@@ -177,27 +163,22 @@ def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
     assert all(count > 0 for count in thread_ranks(2, check)), "this test can fail"
 
 
-def test_a_model_that_nobody_holds_is_freed(thread_ranks):
-    def check() -> None:
-        loop = _trained("bagua_init")
-        gone = weakref.ref(loop.model)
-        del loop
-        gc.collect()
-        assert gone() is None
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_model_that_nobody_holds_is_freed():
+    loop = _trained("bagua_init")
+    gone = weakref.ref(loop.model)
+    del loop
+    gc.collect()
+    assert gone() is None
 
 
-def test_the_ddp_like_class_can_be_wrapped_around_the_module_of_another(thread_ranks):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_the_ddp_like_class_can_be_wrapped_around_the_module_of_another() -> State:
     """Wrapping anew, as notebooks do, gives a model that is still synchronized."""
-
-    def check() -> State:
-        loop = _trained("data_parallel")
-        del loop.wrapped
-        loop.wrapped = DistributedDataParallel(loop.model, optimizers=[loop.optimizer])
-        return loop.train(3)
-
-    assert_same_on_all_ranks(thread_ranks(2, check))
+    loop = _trained("data_parallel")
+    del loop.wrapped
+    loop.wrapped = DistributedDataParallel(loop.model, optimizers=[loop.optimizer])
+    return loop.train(3)
 
 
 def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
@@ -261,11 +242,9 @@ def test_of_two_engines_on_one_model_only_the_later_one_works(thread_ranks, find
     assert_close(results[0][0], gradients(expected))
 
 
-def test_modules_of_one_class_are_still_of_one_class(thread_ranks):
-    def check() -> None:
-        first, second = (by_with_bagua(mlp(), []) for _ in range(2))
-        assert type(first) is type(second)
-        with pytest.raises(TypeError, match="optimizer"):
-            by_with_bagua(mlp(), ["not an optimizer"])
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_modules_of_one_class_are_still_of_one_class():
+    first, second = (by_with_bagua(mlp(), []) for _ in range(2))
+    assert type(first) is type(second)
+    with pytest.raises(TypeError, match="optimizer"):
+        by_with_bagua(mlp(), ["not an optimizer"])

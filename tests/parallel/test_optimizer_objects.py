@@ -13,7 +13,7 @@ import bagua.comm
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.parallel import broadcast_optimizer_state
 from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import by_with_bagua
+from tests.parallel.wrapping import by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -30,67 +30,59 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "diloco"])
-def test_a_group_that_the_script_holds_is_the_one_that_trains(thread_ranks, algorithm):
-    def train() -> list[float]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[4].parameters()}], lr=0.1)
-        head, groups = optimizer.param_groups[1], optimizer.param_groups
-        by_with_bagua(model, optimizer, algorithm=algorithm)
-        assert optimizer.param_groups is groups
-        for step in range(3):
-            head["lr"] = 0.1 / (step + 1)
-            train_steps(model, optimizer, rank, [step])
-        return [group["lr"] for group in optimizer.param_groups]
-
-    assert thread_ranks(2, train) == [[0.1, 0.1 / 3]] * 2
+@on_ranks(2)
+def test_a_group_that_the_script_holds_is_the_one_that_trains(algorithm):
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[4].parameters()}], lr=0.1)
+    head, groups = optimizer.param_groups[1], optimizer.param_groups
+    by_with_bagua(model, optimizer, algorithm=algorithm)
+    assert optimizer.param_groups is groups
+    for step in range(3):
+        head["lr"] = 0.1 / (step + 1)
+        train_steps(model, optimizer, rank, [step])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1 / 3]
 
 
-def test_an_optimizer_around_another_one_steps_alike_on_all_ranks(thread_ranks):
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = Around(sgd(model.parameters()))
-        by_with_bagua(model, optimizer)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for step in range(4):
-            train_steps(model, optimizer, rank, [step])
-            schedule.step()
-        assert optimizer.base.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_an_optimizer_around_another_one_steps_alike_on_all_ranks() -> State:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = Around(sgd(model.parameters()))
+    by_with_bagua(model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(4):
+        train_steps(model, optimizer, rank, [step])
+        schedule.step()
+    assert optimizer.base.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    return snapshot(model)
 
 
 @pytest.mark.parametrize("door", ["wrap", "join"])
-def test_state_is_written_into_the_tensors_that_are_there(thread_ranks, door):
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1))
-        train_steps(model, optimizer, rank, [0])  # Not wrapped yet: momenta differ.
-        first = next(model.parameters())
-        held, state = optimizer.state[first], optimizer.state
-        momentum = held["exp_avg"]
-        by_with_bagua(model, optimizer)
-        if door == "join":
-            with model.join():
-                train_steps(model, optimizer, rank, range(1, 2 + rank))
-        assert optimizer.state is state
-        assert optimizer.state[first] is held
-        assert held["exp_avg"] is momentum
-        return {"momentum": momentum.clone(), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_state_is_written_into_the_tensors_that_are_there(door) -> State:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1))
+    train_steps(model, optimizer, rank, [0])  # Not wrapped yet: momenta differ.
+    first = next(model.parameters())
+    held, state = optimizer.state[first], optimizer.state
+    momentum = held["exp_avg"]
+    by_with_bagua(model, optimizer)
+    if door == "join":
+        with model.join():
+            train_steps(model, optimizer, rank, range(1, 2 + rank))
+    assert optimizer.state is state
+    assert optimizer.state[first] is held
+    assert held["exp_avg"] is momentum
+    return {"momentum": momentum.clone(), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
 
 
-def test_what_rank_0_does_not_have_is_gone(thread_ranks):
-    def train() -> int:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = torch.optim.Adam(model.parameters())
-        if rank:
-            train_steps(model, optimizer, rank, [0])
-        by_with_bagua(model, optimizer)
-        return len(optimizer.state)
-
-    assert thread_ranks(2, train) == [0, 0]
+@on_ranks(2)
+def test_what_rank_0_does_not_have_is_gone():
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    if rank:
+        train_steps(model, optimizer, rank, [0])
+    by_with_bagua(model, optimizer)
+    assert len(optimizer.state) == 0
 
 
 def double(step: int) -> int:
@@ -109,27 +101,23 @@ OF_A_GROUP: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OF_A_GROUP)
-def test_settings_of_any_type_can_be_wrapped_and_trained_with(thread_ranks, kind):
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = torch.optim.SGD([{"params": model.parameters(), "own": OF_A_GROUP[kind]}], lr=0.1)
+@on_ranks(2, assert_same_on_all_ranks)
+def test_settings_of_any_type_can_be_wrapped_and_trained_with(kind) -> State:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "own": OF_A_GROUP[kind]}], lr=0.1)
+    by_with_bagua(model, optimizer)
+    train_steps(model, optimizer, rank, range(3))
+    assert optimizer.param_groups[0]["own"] == OF_A_GROUP[kind]
+    return snapshot(model)
+
+
+@on_ranks(2)
+def test_settings_that_cannot_be_sent_are_compared_by_name():
+    model = mlp()
+    kind = torch.bfloat16 if bagua.comm.get_rank() else torch.float16
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "kind": kind}], lr=0.1)
+    with pytest.raises(CollectiveMismatchError, match=r"parameter group 0, kind: torch\.float16"):
         by_with_bagua(model, optimizer)
-        train_steps(model, optimizer, rank, range(3))
-        assert optimizer.param_groups[0]["own"] == OF_A_GROUP[kind]
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
-
-
-def test_settings_that_cannot_be_sent_are_compared_by_name(thread_ranks):
-    def wrap() -> None:
-        model = mlp()
-        kind = torch.bfloat16 if bagua.comm.get_rank() else torch.float16
-        optimizer = torch.optim.SGD([{"params": model.parameters(), "kind": kind}], lr=0.1)
-        with pytest.raises(CollectiveMismatchError, match=r"parameter group 0, kind: torch\.float16"):
-            by_with_bagua(model, optimizer)
-
-    thread_ranks(2, wrap)
 
 
 def test_tensors_that_would_be_left_out_are_an_error_that_names_where_they_are(thread_ranks):

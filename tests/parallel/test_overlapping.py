@@ -18,7 +18,7 @@ from tests.harness import (
     reference,
     sgd,
 )
-from tests.parallel.wrapping import Loop, assert_trained
+from tests.parallel.wrapping import Loop, assert_trained, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -70,53 +70,45 @@ def test_the_documented_life_of_a_reducer(thread_ranks, by_place):
         assert_trained(states, gradients(expected))
 
 
-def test_a_gradient_that_is_not_there_has_no_slot(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        with pytest.raises(ConfigurationError, match="not been formed"):
-            _reducer(model).fill_slot(model[0].weight)
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_gradient_that_is_not_there_has_no_slot():
+    model = mlp()
+    with pytest.raises(ConfigurationError, match="not been formed"):
+        _reducer(model).fill_slot(model[0].weight)
 
 
-def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        reducer = _reducer(model)
-        stranger = torch.nn.Parameter(torch.ones(2))
-        for take in (reducer.add_param, reducer.fill_slot):
-            with pytest.raises(ConfigurationError, match="no trainable parameter"):
-                take(stranger)
-        loss_of(model, 0, 0).backward()
-        for parameter in model.parameters():
-            reducer.add_param(parameter)
-        reducer.initialize_buckets()
-        for take in (reducer.mark_tensor_ready, reducer.fill_slot, lambda tensor: reducer.mark_bucket_ready([tensor])):
-            with pytest.raises(ConfigurationError, match="no trainable parameter"):
-                take(stranger)
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given():
+    model = mlp()
+    reducer = _reducer(model)
+    stranger = torch.nn.Parameter(torch.ones(2))
+    for take in (reducer.add_param, reducer.fill_slot):
+        with pytest.raises(ConfigurationError, match="no trainable parameter"):
+            take(stranger)
+    loss_of(model, 0, 0).backward()
+    for parameter in model.parameters():
+        reducer.add_param(parameter)
+    reducer.initialize_buckets()
+    for take in (reducer.mark_tensor_ready, reducer.fill_slot, lambda tensor: reducer.mark_bucket_ready([tensor])):
+        with pytest.raises(ConfigurationError, match="no trainable parameter"):
+            take(stranger)
 
 
-def test_buckets_of_parameters_are_buckets_of_weights(thread_ranks):
-    def check() -> list[object]:
-        kinds = (BucketType.Weight, BucketType.Param)
-        reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in kinds]
-        parameter = next(reducers[1].module.parameters())
-        assert torch.equal(reducers[1].fill_slot(parameter), parameter)
-        return [reducer.formation.declaration for reducer in reducers]
-
-    assert thread_ranks(1, check) == [[DecentralizedAlgorithm(hierarchical=False)] * 2]
+@on_ranks(1)
+def test_buckets_of_parameters_are_buckets_of_weights():
+    kinds = (BucketType.Weight, BucketType.Param)
+    reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in kinds]
+    parameter = next(reducers[1].module.parameters())
+    assert torch.equal(reducers[1].fill_slot(parameter), parameter)
+    assert [reducer.formation.declaration for reducer in reducers] == [DecentralizedAlgorithm(hierarchical=False)] * 2
 
 
-def test_a_reducer_can_be_given_its_buckets(thread_ranks):
-    def check() -> list[int]:
-        model = mlp()
-        wanted = [["4.weight", "4.bias"], [model[2].weight, model[2].bias, "0.bias"], ["0.weight"]]
-        reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True, False, wanted)
-        return [len(bucket.parameters) for bucket in reducer.buckets]
-
-    assert thread_ranks(2, check) == [[2, 3, 1]] * 2
+@on_ranks(2)
+def test_a_reducer_can_be_given_its_buckets():
+    model = mlp()
+    wanted = [["4.weight", "4.bias"], [model[2].weight, model[2].bias, "0.bias"], ["0.weight"]]
+    reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True, False, wanted)
+    assert [len(bucket.parameters) for bucket in reducer.buckets] == [2, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -124,33 +116,27 @@ def test_a_reducer_can_be_given_its_buckets(thread_ranks):
     [[["0.weight"]], [["0.weight", "no such parameter"]], [["0.weight"]] * 6],
     ids=["few", "unknown", "twice"],
 )
-def test_buckets_that_are_not_the_parameters_are_refused(thread_ranks, buckets):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match="buckets"):
-            Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, False, buckets)
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_buckets_that_are_not_the_parameters_are_refused(buckets):
+    with pytest.raises(ConfigurationError, match="buckets"):
+        Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, False, buckets)
 
 
 @pytest.mark.parametrize("align_bytes", [0, 4, 12, -8, 8.0])
-def test_impossible_alignments_are_refused(thread_ranks, align_bytes):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match="align_bytes"):
-            Reducer(mlp(), [], BucketType.Gradient, False, align_bytes, False, True)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_impossible_alignments_are_refused(align_bytes):
+    with pytest.raises(ConfigurationError, match="align_bytes"):
+        Reducer(mlp(), [], BucketType.Gradient, False, align_bytes, False, True)
 
 
 WRONG = [*({"bucket_bytes": wrong} for wrong in (0, -1, 1.5, True)), {"parameter_manager": object()}]
 
 
 @pytest.mark.parametrize("option", WRONG, ids=lambda option: f"{option}".partition(" at ")[0])
-def test_impossible_options_are_refused(thread_ranks, option):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match=next(iter(option))):
-            OverlappingWrapper(mlp(), [], **option)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_impossible_options_are_refused(option):
+    with pytest.raises(ConfigurationError, match=next(iter(option))):
+        OverlappingWrapper(mlp(), [], **option)
 
 
 def test_the_wrapper_trains_and_unwraps(thread_ranks):
@@ -189,21 +175,17 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "algorithm"), FLAGS, ids=str)
-def test_flags_choose_an_algorithm(thread_ranks, flags, algorithm):
-    def check() -> None:
-        assert OverlappingWrapper(mlp(), [], **flags).reducer.formation.declaration == algorithm
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_flags_choose_an_algorithm(flags, algorithm):
+    assert OverlappingWrapper(mlp(), [], **flags).reducer.formation.declaration == algorithm
 
 
-def test_unknown_keywords_are_a_type_error_that_names_the_known_ones(thread_ranks):
-    def check() -> None:
-        with pytest.raises(TypeError, match="bucket_bytes"):
-            OverlappingWrapper(mlp(), [], bucket_size=3)
-        with pytest.raises(TypeError, match="bucket_bytes"):
-            Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, priority=1)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_unknown_keywords_are_a_type_error_that_names_the_known_ones():
+    with pytest.raises(TypeError, match="bucket_bytes"):
+        OverlappingWrapper(mlp(), [], bucket_size=3)
+    with pytest.raises(TypeError, match="bucket_bytes"):
+        Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, priority=1)
 
 
 @pytest.mark.parametrize("chunking", [False, True])

@@ -17,6 +17,7 @@ from bagua.engine.outputs import tensors_in
 from bagua.engine.schedule import lanes
 from bagua.errors import CollectiveMismatchError
 from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state
+from tests.parallel.wrapping import on_ranks
 
 
 @dataclass
@@ -136,22 +137,18 @@ def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Opt
 
 @pytest.mark.threads
 @pytest.mark.parametrize("exchange", [broadcast_optimizer_state, allreduce_optimizer_state])
-def test_optimizers_that_differ_are_named_on_every_rank(thread_ranks, exchange):
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        with pytest.raises(CollectiveMismatchError, match="parameter groups of"):
-            exchange([_optimizer(rank, groups=1 + rank % 2)])
-
-    thread_ranks(3, check)
+@on_ranks(3)
+def test_optimizers_that_differ_are_named_on_every_rank(exchange):
+    rank = bagua.comm.get_rank()
+    with pytest.raises(CollectiveMismatchError, match="parameter groups of"):
+        exchange([_optimizer(rank, groups=1 + rank % 2)])
 
 
 @pytest.mark.threads
-def test_averaging_needs_the_same_state_on_all_ranks(thread_ranks):
-    def check() -> None:
-        with pytest.raises(CollectiveMismatchError, match="exp_avg of parameter 0"):
-            allreduce_optimizer_state([_optimizer(0, steps=bagua.comm.get_rank())])
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_averaging_needs_the_same_state_on_all_ranks():
+    with pytest.raises(CollectiveMismatchError, match="exp_avg of parameter 0"):
+        allreduce_optimizer_state([_optimizer(0, steps=bagua.comm.get_rank())])
 
 
 @pytest.mark.threads

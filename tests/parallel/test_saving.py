@@ -26,6 +26,7 @@ from bagua.primitives import ReducerMemory, State
 from bagua.testing import ThreadRanks
 from tests.architecture.source_tree import REPOSITORY
 from tests.harness import mlp, sgd, train_steps
+from tests.parallel.wrapping import on_ranks
 
 #: Remembers residuals from the first step on.
 SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)
@@ -158,19 +159,17 @@ def test_state_of_another_shape_is_refused():
         "names",
     ],
 )
-def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks, change, words):
-    def load() -> None:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], SIGNS)
-        train_steps(wrapped, optimizer, rank, range(2))
-        saved = wrapped.bagua_state_dict()
-        expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
-        with pytest.raises(expected[0], match=expected[1]):
-            wrapped.bagua_load_state_dict(change(saved) if rank == 0 else saved)
-        train_steps(wrapped, optimizer, rank, range(2, 4))
-
-    thread_ranks(2, load)
+@on_ranks(2)
+def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(change, words):
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], SIGNS)
+    train_steps(wrapped, optimizer, rank, range(2))
+    saved = wrapped.bagua_state_dict()
+    expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
+    with pytest.raises(expected[0], match=expected[1]):
+        wrapped.bagua_load_state_dict(change(saved) if rank == 0 else saved)
+    train_steps(wrapped, optimizer, rank, range(2, 4))
 
 
 def _remembered(algorithm: Algorithm | str) -> dict:
@@ -246,20 +245,18 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
 
 
 @pytest.mark.threads
-def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load(thread_ranks):
-    def load() -> None:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], Algorithm.init("diloco", sync_every=100))
-        saved = []
-        for step in range(2):
-            train_steps(wrapped, optimizer, rank, range(step, step + 1))
-            saved.append(wrapped.bagua_state_dict())
-        with pytest.raises(CollectiveMismatchError, match="newest step that all ranks have") as caught:
-            wrapped.bagua_load_state_dict(saved[rank])
-        assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
-
-    thread_ranks(2, load)
+@on_ranks(2)
+def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load():
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], Algorithm.init("diloco", sync_every=100))
+    saved = []
+    for step in range(2):
+        train_steps(wrapped, optimizer, rank, range(step, step + 1))
+        saved.append(wrapped.bagua_state_dict())
+    with pytest.raises(CollectiveMismatchError, match="newest step that all ranks have") as caught:
+        wrapped.bagua_load_state_dict(saved[rank])
+    assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
 
 
 @pytest.mark.threads

@@ -14,7 +14,7 @@ from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
 from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, sgd, snapshot
 from tests.parallel.test_changes import ALGORITHMS, OPTIONS, optimizer_maker
-from tests.parallel.wrapping import by_with_bagua
+from tests.parallel.wrapping import by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 BY_WEIGHTS = ["local_sgd", "slowmo", "diloco", "sparse_loco", "decentralized", "low_precision_decentralized"]
@@ -65,73 +65,64 @@ def started(name: str) -> tuple[Any, torch.optim.Optimizer]:
     [*((name, way) for name in ALGORITHMS for way in (by_a_method, by_parts)),
      *((name, by_assigning) for name in BY_WEIGHTS)],
 )  # fmt: skip
-def test_every_step_of_an_optimizer_counts(thread_ranks, name, way: Callable[..., None]):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = started(name)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            way(model, rank, step)
-            optimizer.step()
-        assert model.bagua_step == STEPS
-        if name in ("local_sgd", "slowmo", "diloco", "sparse_loco"):
-            return snapshot(model)  # The last exchange was due after the last step.
-        model.bagua_finish()
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_every_step_of_an_optimizer_counts(name, way: Callable[..., None]) -> State:
+    rank = bagua.comm.get_rank()
+    model, optimizer = started(name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        way(model, rank, step)
+        optimizer.step()
+    assert model.bagua_step == STEPS
+    if name in ("local_sgd", "slowmo", "diloco", "sparse_loco"):
+        return snapshot(model)  # The last exchange was due after the last step.
+    model.bagua_finish()
+    return snapshot(model)
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "gradient_allreduce"])
 @pytest.mark.parametrize("trained", [["first"], ["last"], ["first", "last"]])
-def test_parts_of_a_container_train_in_turns(thread_ranks, name, trained):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_parts_of_a_container_train_in_turns(name, trained) -> State:
     """As the two networks of a GAN, which have an optimizer each."""
-
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        parts = nn.ModuleDict({"first": mlp(1), "last": mlp(2)})
-        optimizers = {key: sgd(part.parameters()) for key, part in parts.items()}
-        algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
-        model: Any = by_with_bagua(parts, list(optimizers.values()), algorithm=algorithm, find_unused_parameters=True)
-        for step in range(STEPS):
-            for key in trained:
-                optimizers[key].zero_grad()
-                inputs, targets = batch(rank, step)
-                nn.functional.mse_loss(parts[key](inputs), targets).backward()
-                optimizers[key].step()
-        assert model.bagua_step == STEPS * len(trained)
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    rank = bagua.comm.get_rank()
+    parts = nn.ModuleDict({"first": mlp(1), "last": mlp(2)})
+    optimizers = {key: sgd(part.parameters()) for key, part in parts.items()}
+    algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
+    model: Any = by_with_bagua(parts, list(optimizers.values()), algorithm=algorithm, find_unused_parameters=True)
+    for step in range(STEPS):
+        for key in trained:
+            optimizers[key].zero_grad()
+            inputs, targets = batch(rank, step)
+            nn.functional.mse_loss(parts[key](inputs), targets).backward()
+            optimizers[key].step()
+    assert model.bagua_step == STEPS * len(trained)
+    return snapshot(model)
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
-def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(thread_ranks, name):
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model, optimizer = started(name)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model.loss(rank, step).backward()
-            if rank or step:  # As a GradScaler after an overflow.
-                optimizer.step()
-            else:
-                model.first.weight.grad.fill_(torch.inf)
-        assert model.bagua_step == STEPS
-        return snapshot(model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
-
-
-def test_one_parameter_of_each_optimizer_tells_of_passes(thread_ranks):
-    def train() -> int:
-        model, optimizer = started("local_sgd")
-        for step in range(2):
-            model.loss(bagua.comm.get_rank(), step).backward()
+@on_ranks(2, assert_same_on_all_ranks)
+def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(name) -> State:
+    rank = bagua.comm.get_rank()
+    model, optimizer = started(name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.loss(rank, step).backward()
+        if rank or step:  # As a GradScaler after an overflow.
             optimizer.step()
-        return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters())
+        else:
+            model.first.weight.grad.fill_(torch.inf)
+    assert model.bagua_step == STEPS
+    return snapshot(model)
 
-    assert thread_ranks(2, train) == [1, 1]
+
+@on_ranks(2)
+def test_one_parameter_of_each_optimizer_tells_of_passes():
+    model, optimizer = started("local_sgd")
+    for step in range(2):
+        model.loss(bagua.comm.get_rank(), step).backward()
+        optimizer.step()
+    assert sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()) == 1
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -162,17 +153,15 @@ def test_steps_with_gradients_that_came_are_not_told_of(thread_ranks, caplog):
     assert "no backward pass" not in caplog.text
 
 
-def test_a_change_that_no_forward_pass_could_take_in_is_an_error(thread_ranks):
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = started("gradient_allreduce")
-        model.loss(rank, 0).backward()
-        optimizer.step()
-        model.first.weight = nn.Parameter(torch.ones(4, 4))
-        with pytest.raises(ConfigurationError, match=r"first\.weight is another tensor now.*without a forward pass"):
-            model.loss(rank, 1).backward()
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_a_change_that_no_forward_pass_could_take_in_is_an_error():
+    rank = bagua.comm.get_rank()
+    model, optimizer = started("gradient_allreduce")
+    model.loss(rank, 0).backward()
+    optimizer.step()
+    model.first.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match=r"first\.weight is another tensor now.*without a forward pass"):
+        model.loss(rank, 1).backward()
 
 
 # Sharpness-aware minimization: each rank steps up its own gradient, and down that of all.
@@ -237,13 +226,11 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "local_sgd"])
-def test_steps_of_one_rank_alone_count(thread_ranks, name):
-    def train() -> int:
-        model, optimizer = started(name)
-        for step in range(3):
-            by_a_method(model, 0, step)
-            optimizer.step()
-        steps: int = model.bagua_step
-        return steps
-
-    assert thread_ranks(1, train) == [3]
+@on_ranks(1)
+def test_steps_of_one_rank_alone_count(name):
+    model, optimizer = started(name)
+    for step in range(3):
+        by_a_method(model, 0, step)
+        optimizer.step()
+    steps: int = model.bagua_step
+    assert steps == 3

@@ -23,7 +23,7 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import WRAPS, Loop, assert_trained
+from tests.parallel.wrapping import WRAPS, Loop, assert_trained, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -44,21 +44,18 @@ def test_switching_to_the_same_algorithm_again_changes_nothing(thread_ranks):
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
-def test_a_no_sync_block_goes_on_after_a_switch(thread_ranks, wrap):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_no_sync_block_goes_on_after_a_switch(wrap) -> State:
     """Ranks may make another number of backward passes in it, and the next one after it is a step of all."""
-
-    def train() -> State:
-        loop = Loop(wrap)
-        loop.train()
-        with loop.wrapped.no_sync():
-            loop.switch_to("bytegrad")
-            for _ in range(loop.rank):
-                loop.backward()
-        loop.train(2)
-        assert loop.wrapped.bagua_step == 2
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    loop = Loop(wrap)
+    loop.train()
+    with loop.wrapped.no_sync():
+        loop.switch_to("bytegrad")
+        for _ in range(loop.rank):
+            loop.backward()
+    loop.train(2)
+    assert loop.wrapped.bagua_step == 2
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize("first", ["gradient_allreduce", "low_precision_decentralized", LocalSgd(2)])
@@ -92,18 +89,15 @@ def test_what_a_no_sync_block_has_accumulated_survives_a_switch(thread_ranks, fi
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
-def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(thread_ranks, wrap):
+@on_ranks(2)
+def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(wrap):
     """Ranks that are at the end of the block make the steps of the engine with which it began."""
-
-    def train() -> None:
-        loop = Loop(wrap)
-        why, error = ("join.. block", ConfigurationError) if loop.rank else ("rank 1", CommunicationError)
-        with pytest.raises(error, match=why), loop.wrapped.join():
-            loop.train(1 + loop.rank)
-            if loop.rank:
-                loop.switch_to("bytegrad")
-
-    thread_ranks(2, train)
+    loop = Loop(wrap)
+    why, error = ("join.. block", ConfigurationError) if loop.rank else ("rank 1", CommunicationError)
+    with pytest.raises(error, match=why), loop.wrapped.join():
+        loop.train(1 + loop.rank)
+        if loop.rank:
+            loop.switch_to("bytegrad")
 
 
 def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
@@ -140,39 +134,33 @@ def test_a_switch_to_nothing_names_what_there_is_and_leaves_the_model_as_it_was(
     assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
-def test_training_before_the_first_switch_is_an_error(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        wrapped = ModelSwitchWrapper(model, sgd(model.parameters()))
-        with pytest.raises(ConfigurationError, match="switch_to"):
-            wrapped(torch.zeros(1, 8))
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_training_before_the_first_switch_is_an_error():
+    model = mlp()
+    wrapped = ModelSwitchWrapper(model, sgd(model.parameters()))
+    with pytest.raises(ConfigurationError, match="switch_to"):
+        wrapped(torch.zeros(1, 8))
 
 
-def test_bagua_init_returns_what_it_was_given(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        one = sgd(model.parameters())
-        wrapped, same = bagua_init(model, one)
-        assert isinstance(wrapped, ModelSwitchWrapper)
-        assert same is one
-        other = mlp()
-        several = [sgd(other[:2].parameters()), sgd(other[2:].parameters())]
-        assert bagua_init(other, several)[1] is several
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_bagua_init_returns_what_it_was_given():
+    model = mlp()
+    one = sgd(model.parameters())
+    wrapped, same = bagua_init(model, one)
+    assert isinstance(wrapped, ModelSwitchWrapper)
+    assert same is one
+    other = mlp()
+    several = [sgd(other[:2].parameters()), sgd(other[2:].parameters())]
+    assert bagua_init(other, several)[1] is several
 
 
 @pytest.mark.parametrize("intra_comm_root_rank", [-1, 5])
-def test_a_leader_that_does_not_exist_is_refused(thread_ranks, intra_comm_root_rank):
-    def check() -> None:
-        model = mlp()
-        with pytest.raises(ConfigurationError, match="intra_comm_root_rank"):
-            wrapper = ModelSwitchWrapper(model, sgd(model.parameters()), intra_comm_root_rank=intra_comm_root_rank)
-            wrapper.switch_to("allreduce")
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_leader_that_does_not_exist_is_refused(intra_comm_root_rank):
+    model = mlp()
+    with pytest.raises(ConfigurationError, match="intra_comm_root_rank"):
+        wrapper = ModelSwitchWrapper(model, sgd(model.parameters()), intra_comm_root_rank=intra_comm_root_rank)
+        wrapper.switch_to("allreduce")
 
 
 def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
@@ -191,18 +179,16 @@ def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
     assert thread_ranks(2, check) == [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
-def test_allreduce_parameters_averages_floats_and_takes_counters_from_rank_0(thread_ranks):
-    def check() -> list[float]:
-        rank = bagua.comm.get_rank()
-        model = torch.nn.BatchNorm1d(2)
-        with torch.no_grad():
-            model.weight.fill_(float(rank))
-            model.running_mean.fill_(float(rank))
-            model.num_batches_tracked.fill_(rank + 3)
-        allreduce_parameters(model)
-        return [model.weight[0].item(), model.running_mean[0].item(), model.num_batches_tracked.item()]
-
-    assert thread_ranks(3, check) == [[1.0, 1.0, 3]] * 3
+@on_ranks(3)
+def test_allreduce_parameters_averages_floats_and_takes_counters_from_rank_0():
+    rank = bagua.comm.get_rank()
+    model = torch.nn.BatchNorm1d(2)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+        model.running_mean.fill_(float(rank))
+        model.num_batches_tracked.fill_(rank + 3)
+    allreduce_parameters(model)
+    assert [model.weight[0].item(), model.running_mean[0].item(), model.num_batches_tracked.item()] == [1.0, 1.0, 3]
 
 
 def test_switching_there_and_back_again(thread_ranks):
@@ -233,20 +219,16 @@ def test_switching_there_and_back_again(thread_ranks):
         (LocalSgd(), False, ...),
     ],
 )
-def test_hierarchical_reduce_decides_where_it_says_something(thread_ranks, algorithm, hierarchical_reduce, expected):
-    def check() -> None:
-        wrapped, _ = bagua_init(mlp(), [], algorithm, hierarchical_reduce=hierarchical_reduce)
-        assert wrapped.bagua_algorithm.options == (algorithm if expected is ... else expected)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_hierarchical_reduce_decides_where_it_says_something(algorithm, hierarchical_reduce, expected):
+    wrapped, _ = bagua_init(mlp(), [], algorithm, hierarchical_reduce=hierarchical_reduce)
+    assert wrapped.bagua_algorithm.options == (algorithm if expected is ... else expected)
 
 
-def test_an_algorithm_without_a_hierarchical_form_cannot_be_made_hierarchical(thread_ranks):
-    def check() -> None:
-        with pytest.raises(ConfigurationError, match="hierarchical"):
-            bagua_init(mlp(), [], LocalSgd(), hierarchical_reduce=True)
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_an_algorithm_without_a_hierarchical_form_cannot_be_made_hierarchical():
+    with pytest.raises(ConfigurationError, match="hierarchical"):
+        bagua_init(mlp(), [], LocalSgd(), hierarchical_reduce=True)
 
 
 KEYWORDS = {"bucket_size": "bucket_bytes", "hierarchical": "hierarchical_reduce", "compressor": "compressor"}
@@ -254,10 +236,8 @@ KEYWORDS = {"bucket_size": "bucket_bytes", "hierarchical": "hierarchical_reduce"
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_every_way_in_names_the_known_keywords(thread_ranks, wrap, keyword):
-    def check() -> None:
-        with pytest.raises(TypeError, match=f"{keyword}.*find_unused_parameters") as caught:
-            WRAPS[wrap](mlp(), [], **{keyword: 5})
-        assert KEYWORDS[keyword] in str(caught.value) or wrap != "bagua_init"
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_every_way_in_names_the_known_keywords(wrap, keyword):
+    with pytest.raises(TypeError, match=f"{keyword}.*find_unused_parameters") as caught:
+        WRAPS[wrap](mlp(), [], **{keyword: 5})
+    assert KEYWORDS[keyword] in str(caught.value) or wrap != "bagua_init"

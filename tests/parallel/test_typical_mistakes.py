@@ -13,6 +13,7 @@ from bagua.algorithms import Algorithm
 from bagua.comm import get_rank, solo_group
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from tests.harness import mlp, sgd
+from tests.parallel.wrapping import on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -75,14 +76,12 @@ def test_another_model_on_each_rank_names_the_first_parameter_and_both_shapes(th
         )
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_reaches_all_as_with_ddp(thread_ranks):
-    def train() -> bool:
-        model = mlp()
-        wrapped = bagua.with_bagua(model, sgd(model.parameters()))
-        (wrapped(torch.randn(2, 8)).sum() * (float("nan") if get_rank() else 1.0)).backward()
-        return all(bool(parameter.grad.isnan().any()) for parameter in model.parameters())
-
-    assert thread_ranks(2, train) == [True, True]
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_on_one_rank_reaches_all_as_with_ddp():
+    model = mlp()
+    wrapped = bagua.with_bagua(model, sgd(model.parameters()))
+    (wrapped(torch.randn(2, 8)).sum() * (float("nan") if get_rank() else 1.0)).backward()
+    assert all(bool(parameter.grad.isnan().any()) for parameter in model.parameters())
 
 
 def test_scripted_modules_are_refused():

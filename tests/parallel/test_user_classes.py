@@ -17,7 +17,7 @@ import bagua.comm
 import bagua.torch_api as bagua_api
 from bagua.errors import ConfigurationError
 from tests.harness import assert_same_on_all_ranks, gradients, loss_of, mlp, sgd, snapshot
-from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua
+from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua, on_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -61,16 +61,14 @@ def _parametrized() -> nn.Module:
     return parametrize.register_parametrization(nn.Linear(8, 4), "weight", Scaled())
 
 
-def test_names_of_the_user_stay_the_users(thread_ranks):
-    def train() -> None:
-        loop = Loop("with_bagua", Named)
-        loop.train(2)
-        assert loop.wrapped.switch_to("segment") == "segment"
-        assert isinstance(loop.wrapped.join, nn.Identity)
-        assert isinstance(copy.deepcopy(loop.wrapped).no_sync, nn.Identity)
-        assert loop.wrapped.bagua_step == 2
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_names_of_the_user_stay_the_users():
+    loop = Loop("with_bagua", Named)
+    loop.train(2)
+    assert loop.wrapped.switch_to("segment") == "segment"
+    assert isinstance(loop.wrapped.join, nn.Identity)
+    assert isinstance(copy.deepcopy(loop.wrapped).no_sync, nn.Identity)
+    assert loop.wrapped.bagua_step == 2
 
 
 def test_a_registry_of_subclasses_sees_nothing_of_us(thread_ranks):
@@ -84,19 +82,17 @@ def test_a_registry_of_subclasses_sees_nothing_of_us(thread_ranks):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_parametrized_root_is_copied_and_loses_its_parametrization(thread_ranks, when):
-    def train() -> None:
-        loop = Loop("with_bagua", _parametrized if when == "before" else lambda: nn.Linear(8, 4))
-        if when == "after":
-            parametrize.register_parametrization(loop.model, "weight", Scaled())
-        loop.train(2)
-        copied = copy.deepcopy(loop.wrapped)
-        assert not isinstance(copied, bagua_api.BaguaModule)
-        torch.testing.assert_close(copied(torch.ones(1, 8)), loop.wrapped(torch.ones(1, 8)))
-        parametrize.remove_parametrizations(loop.model, "weight")
-        assert type(loop.model) is nn.Linear
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_a_parametrized_root_is_copied_and_loses_its_parametrization(when):
+    loop = Loop("with_bagua", _parametrized if when == "before" else lambda: nn.Linear(8, 4))
+    if when == "after":
+        parametrize.register_parametrization(loop.model, "weight", Scaled())
+    loop.train(2)
+    copied = copy.deepcopy(loop.wrapped)
+    assert not isinstance(copied, bagua_api.BaguaModule)
+    torch.testing.assert_close(copied(torch.ones(1, 8)), loop.wrapped(torch.ones(1, 8)))
+    parametrize.remove_parametrizations(loop.model, "weight")
+    assert type(loop.model) is nn.Linear
 
 
 def _globals_of(value: object) -> set[str]:
@@ -128,18 +124,16 @@ def test_the_file_of_a_wrapped_model_is_that_of_the_plain_one(thread_ranks, algo
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_the_plain_module_behind_a_wrapped_one(thread_ranks, wrap):
-    def unwrap() -> None:
-        loop = Loop(wrap)
-        loop.train(2)
-        plain = bagua_api.unwrap(loop.wrapped)
-        assert type(plain) is nn.Sequential
-        assert not isinstance(plain, bagua_api.BaguaModule)
-        assert all(one is other for one, other in zip(plain.parameters(), loop.model.parameters(), strict=True))
-        assert "bagua" not in str(_globals_of(plain))
-        assert bagua_api.unwrap(plain) is plain
-
-    thread_ranks(2, unwrap)
+@on_ranks(2)
+def test_the_plain_module_behind_a_wrapped_one(wrap):
+    loop = Loop(wrap)
+    loop.train(2)
+    plain = bagua_api.unwrap(loop.wrapped)
+    assert type(plain) is nn.Sequential
+    assert not isinstance(plain, bagua_api.BaguaModule)
+    assert all(one is other for one, other in zip(plain.parameters(), loop.model.parameters(), strict=True))
+    assert "bagua" not in str(_globals_of(plain))
+    assert bagua_api.unwrap(plain) is plain
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -161,17 +155,15 @@ class Referring(nn.Sequential):
         self.table = {"forward": self.forward, "self": [self]}
 
 
-def test_a_module_that_refers_to_itself_is_copied(thread_ranks):
-    def check() -> None:
-        loop = Loop("with_bagua", Referring)
-        loop.train(1)
-        copied = copy.deepcopy(loop.wrapped)
-        assert copied.table["self"][0] is copied
-        loop.train(1)
-        assert isinstance(copy.copy(loop.wrapped), Referring)
-        assert not isinstance(copy.copy(loop.wrapped), bagua_api.BaguaModule)
-
-    thread_ranks(2, check)
+@on_ranks(2)
+def test_a_module_that_refers_to_itself_is_copied():
+    loop = Loop("with_bagua", Referring)
+    loop.train(1)
+    copied = copy.deepcopy(loop.wrapped)
+    assert copied.table["self"][0] is copied
+    loop.train(1)
+    assert isinstance(copy.copy(loop.wrapped), Referring)
+    assert not isinstance(copy.copy(loop.wrapped), bagua_api.BaguaModule)
 
 
 def _gradients_of_two(wrap: str, switch: str) -> dict[str, torch.Tensor]:
@@ -221,15 +213,13 @@ def test_a_loss_that_is_a_method_stays_inside_no_sync(thread_ranks):
     thread_ranks(2, train)
 
 
-def test_a_plain_module_says_that_it_was_not_wrapped(thread_ranks):
-    def check() -> None:
-        loop = Loop("with_bagua")
-        plain: Any = copy.deepcopy(loop.wrapped)
-        assert plain.bagua_step is None
-        assert [name for name in dir(plain) if not hasattr(plain, name)] == []
-        with pytest.raises(ConfigurationError, match=r"bagua_finish is a call of a wrapped module.*Sequential"):
-            plain.bagua_finish()
-        outer: Any = torch.compile(loop.wrapped, backend="eager")
-        assert outer.bagua_step == 0
-
-    thread_ranks(1, check)
+@on_ranks(1)
+def test_a_plain_module_says_that_it_was_not_wrapped():
+    loop = Loop("with_bagua")
+    plain: Any = copy.deepcopy(loop.wrapped)
+    assert plain.bagua_step is None
+    assert [name for name in dir(plain) if not hasattr(plain, name)] == []
+    with pytest.raises(ConfigurationError, match=r"bagua_finish is a call of a wrapped module.*Sequential"):
+        plain.bagua_finish()
+    outer: Any = torch.compile(loop.wrapped, backend="eager")
+    assert outer.bagua_step == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,3 +106,26 @@ def assert_trained(results: Sequence[State], expected: State) -> None:
     """Every rank has bitwise the same tensors, and these are the expected ones."""
     assert_same_on_all_ranks(results)
     assert_close(results[0], expected)
+
+
+def on_ranks(size: int, check: Callable[[list[Any]], object] | None = None, **options: Any) -> Callable[..., Any]:
+    """The decorated test runs on ranks that are threads, with its arguments on each.
+
+    Args:
+        size: number of ranks.
+        check: gets what the ranks return, in their order.
+        options: those of ``thread_ranks``.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(thread_ranks: Callable[..., list[Any]], **arguments: Any) -> None:
+            returned = thread_ranks(size, functools.partial(test, **arguments), **options)
+            if check is not None:
+                check(returned)
+
+        ranks = inspect.Parameter("thread_ranks", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = inspect.Signature([*inspect.signature(test).parameters.values(), ranks])  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -13,6 +13,7 @@ import bagua.comm
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError, NotInitializedError
 from bagua.testing import ProcessRanks
 from bagua.utilities import distributed
+from tests.parallel.wrapping import on_ranks
 
 
 def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -203,12 +204,10 @@ def test_the_rank_can_be_assigned():
     assert distributed.rank_zero_only.rank == 0
 
 
-def test_bits_are_reduced_by_name(thread_ranks):
-    def reduce_bits() -> list[int]:
-        own = torch.tensor([bagua.comm.get_rank() + 1])
-        return [distributed.sync_ddp(own, reduce_op=name).item() for name in ("band", "bor", "BXOR")]
-
-    assert thread_ranks(3, reduce_bits) == [[0, 3, 0]] * 3
+@on_ranks(3)
+def test_bits_are_reduced_by_name():
+    own = torch.tensor([bagua.comm.get_rank() + 1])
+    assert [distributed.sync_ddp(own, reduce_op=name).item() for name in ("band", "bor", "BXOR")] == [0, 3, 0]
 
 
 def test_rank_zero_logs_and_warns(caplog, monkeypatch):
