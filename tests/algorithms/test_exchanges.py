@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
+import functools
 import pickle
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,11 +43,12 @@ from bagua.algorithms import (
 )
 from bagua.comm import ProcessGroup, Work
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.compression import Codec, MinMaxUInt8, TopK, registry
+from bagua.compression import MinMaxUInt8, TopK
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
-from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
+from bagua.parallel import bagua_init, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
+from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State as Snapshot
 from tests.harness import (
@@ -57,11 +59,11 @@ from tests.harness import (
     mlp,
     reference,
     snapshot,
-    train_steps,
 )
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())
+WHOLE = Parts(1, "strided")
 NESTEROV = OuterStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
 LOCAL_SGD = Algorithm.of(Exchange(Weights(), Every(4), Mean(BYTES), Replace()))
 DILOCO = Algorithm.of(Exchange(Difference(), Every(4), Mean(), NESTEROV))
@@ -204,11 +206,6 @@ def test_expectations_follow_from_the_exchanges():
 # Contract: examples of families that the engine knows nothing of.
 
 
-@pytest.fixture
-def pool(thread_pool):
-    return thread_pool
-
-
 @pytest.mark.threads
 class TestComposed(AlgorithmContract):
     sizes = (2, 3)
@@ -232,43 +229,19 @@ class TestComposed(AlgorithmContract):
 # Training.
 
 
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp, rate: float = 0.1, **options: Any) -> Loop:
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=rate)
+
+    return Loop("with_bagua", make, sgd, algorithm=algorithm, **options)
 
 
-def train_for(algorithm: Algorithm, steps: int, **options: Any) -> Snapshot:
-    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
-    train_steps(wrapped, optimizer, rank, range(steps))
-    return snapshot(model)
+def of_this_rank() -> nn.Module:
+    return mlp(bagua.comm.get_rank())
 
 
-def flat_of(model: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def put(model: nn.Module, flat: torch.Tensor) -> None:
-    nn.utils.vector_to_parameters(flat.clone(), model.parameters())
-
-
-class Ranks:
-    """All ranks in one process, with weights as vectors."""
-
-    def __init__(self, size: int) -> None:
-        self.models = [mlp() for _ in range(size)]
-        self.optimizers = [plain_sgd(model.parameters()) for model in self.models]
-
-    def step(self, number: int) -> None:
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            train_steps(model, optimizer, rank, [number])
-
-    def mean(self) -> torch.Tensor:
-        return torch.stack([flat_of(model) for model in self.models]).mean(dim=0)
-
-    def put(self, flat: torch.Tensor) -> None:
-        for model in self.models:
-            put(model, flat)
+def train_for(algorithm: Algorithm | str, steps: int, **options: Any) -> Snapshot:
+    return loop_of(algorithm, of_this_rank, **options).train(steps)
 
 
 @pytest.mark.threads
@@ -299,64 +272,26 @@ def test_what_can_work_is_not_refused_and_works(make, thread_ranks):
 
 def train_beside(algorithm: Algorithm, data: int) -> Snapshot:
     """Nine steps; rank 1 has the data of rank ``data``."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    train_steps(wrapped, optimizer, data if rank else 0, range(9))
-    return snapshot(model)
-
-
-@pytest.mark.threads
-def test_diloco_is_what_the_paper_says(thread_ranks):
-    ranks = Ranks(3)
-    anchor = torch.nn.Parameter(ranks.mean())
-    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
-    for number in range(12):
-        ranks.step(number)
-        if number % 4 == 3:
-            anchor.grad = anchor.detach() - ranks.mean()
-            outer.step()
-            ranks.put(anchor.detach())
-    results = thread_ranks(3, train_for, DILOCO, 12)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], snapshot(ranks.models[0]))
-
-
-@pytest.mark.threads
-def test_an_outer_step_with_rate_one_is_local_sgd_and_one_rank_alone_looks_ahead(thread_ranks):
-    plain = OuterStep(Outer(torch.optim.SGD, lr=1.0))
-    ahead = Algorithm.of(Exchange(Difference(), Every(4), Mean(), plain))
-    local = Algorithm.of(Exchange(Weights(), Every(4), Mean(), Replace()))
-    assert_close(thread_ranks(2, train_for, ahead, 8)[0], thread_ranks(2, train_for, local, 8)[0])
-    half = Algorithm.of(Exchange(Difference(), Every(4), Mean(), OuterStep(Outer(torch.optim.SGD, lr=0.5))))
-    ranks = Ranks(1)
-    before = ranks.mean()
-    for number in range(8):
-        ranks.step(number)
-        if number % 4 == 3:
-            before = before + 0.5 * (ranks.mean() - before)
-            ranks.put(before)
-    assert_close(thread_ranks(1, train_for, half, 8)[0], snapshot(ranks.models[0]))
+    loop = loop_of(algorithm)
+    loop.rank = data if loop.rank else 0
+    return loop.train(9)
 
 
 @pytest.mark.threads
 def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
     """With the exact mean in each gossip step."""
-    ranks = Ranks(2)
-    anchor, slow = ranks.mean(), torch.zeros_like(ranks.mean())
+    ranks = Replicas(2)
+    anchor, slow = ranks.mean, torch.zeros_like(ranks.mean)
     for number in range(9):
-        befores = [flat_of(model) for model in ranks.models]
-        mixed = ranks.mean()
+        before = ranks.rows
         ranks.step(number)
-        for model, before in zip(ranks.models, befores, strict=True):
-            put(model, mixed + flat_of(model) - before)
+        ranks.rows = before.mean(dim=0) + ranks.rows - before
         if number % 3 == 2:
-            slow = 0.5 * slow + (anchor - ranks.mean()) / 0.1
-            anchor = anchor - 0.1 * slow
-            ranks.put(anchor)
+            slow = 0.5 * slow + (anchor - ranks.mean) / 0.1
+            ranks.rows = anchor = anchor - 0.1 * slow
     results = thread_ranks(2, train_for, GOSSIP_SLOWMO, 9)
     assert_same_on_all_ranks(results)
-    assert_close(results[0], snapshot(ranks.models[0]))
+    ranks.assert_equals(results)
 
 
 class Halves(nn.Module):
@@ -376,15 +311,9 @@ def test_buffers_go_all_at_once_unless_told_otherwise(thread_ranks):
     exchange = Exchange(Buffers(), Every(2), Mean(), Replace())
     assert exchange == dataclasses.replace(exchange, parts=Parts(1, "strided"))
 
-    def train() -> list[float]:
-        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], Algorithm.of(exchange))
-        seen = []
-        for number in range(2):
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [number])
-            seen.append(model[1].running_mean.tolist())
-        return seen
+    def train() -> list[list[float]]:
+        loop = loop_of(Algorithm.of(exchange), lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+        return [loop.train()["1.running_mean"].tolist() for _ in range(2)]
 
     (first, mean), (other, same) = thread_ranks(2, train)
     assert first != other
@@ -397,14 +326,8 @@ def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
         return model(torch.full((2, 8), 1.0 + rank), number).square().mean()
 
     def train() -> Snapshot:
-        model = Halves()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], Algorithm.of(gradients(lag=1)), find_unused_parameters=True)
-        for number in range(6):
-            optimizer.zero_grad()
-            loss(wrapped, bagua.comm.get_rank(), number).backward()
-            optimizer.step()
-        return snapshot(model)
+        late = Algorithm.of(gradients(lag=1))
+        return loop_of(late, Halves, losses=loss, find_unused_parameters=True).train(6)
 
     expected = Halves()
     late = [torch.zeros_like(one) for one in expected.parameters()]
@@ -422,64 +345,30 @@ def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
 def test_a_safe_point_comes_once_in_each_step(thread_ranks):
     """At the first training forward, whatever others follow before the step is over."""
 
-    def train() -> Snapshot:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        exchange = Exchange(Weights(), Every(), Mean(), Replace(), at="safe", parts=Parts(1, "strided"))
-        wrapped = with_bagua(model, [optimizer], Algorithm.of(exchange))
-        for number in range(4):
-            optimizer.zero_grad()
-            with wrapped.no_sync():
-                loss_of(wrapped, rank, number).backward()
-            with torch.no_grad():  # A mean in the next forward would spread it.
-                model[4].bias.add_(rank)
-            (loss_of(wrapped, rank, number) + loss_of(wrapped, rank, number + 1)).backward()
-            optimizer.step()
-        return snapshot(model)
+    def backward(model: nn.Module, called: nn.Module, rank: int, number: int, first: Any) -> None:
+        with first:
+            loss_of(called, rank, number).backward()
+        with torch.no_grad():  # A mean in the next forward would spread it.
+            model[4].bias.add_(rank)
+        (loss_of(called, rank, number) + loss_of(called, rank, number + 1)).backward()
 
-    ranks = Ranks(2)
+    def train() -> Snapshot:
+        loop = loop_of(Algorithm.of(Exchange(Weights(), Every(), Mean(), Replace(), at="safe", parts=WHOLE)))
+        for number in range(4):
+            loop.optimizer.zero_grad()
+            backward(loop.model, loop.wrapped, loop.rank, number, loop.wrapped.no_sync())
+            loop.optimizer.step()
+        return snapshot(loop.model)
+
+    ranks = Replicas(2)
     for number in range(4):
         if number:  # In the first forward, there is nothing to exchange yet.
-            ranks.put(ranks.mean())
+            ranks.rows = ranks.mean
         for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
             optimizer.zero_grad()
-            loss_of(model, rank, number).backward()
-            with torch.no_grad():
-                model[4].bias.add_(rank)
-            (loss_of(model, rank, number) + loss_of(model, rank, number + 1)).backward()
-            optimizer.step()
-    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
-        assert_close(state, snapshot(model))
-
-
-@pytest.mark.threads
-@pytest.mark.parametrize(("period", "lag"), [(1, 1), (3, 0), (3, 2), (3, 3), (6, 5)])
-def test_weights_may_come_late_and_in_parts_of_equal_size(thread_ranks, period, lag):
-    """``x <- x + (mean - sent)`` after the step ``lag`` later, for each part by itself."""
-    ranks = Ranks(2)
-    parts = Parts(2, "bytes")
-    cut = parts.cut(dict(ranks.models[0].named_parameters()))
-    under_way: dict[int, list[tuple[list[str], dict, dict]]] = {}
-    steps = 14
-    for number in range(steps):
-        ranks.step(number)
-        weights = [dict(model.named_parameters()) for model in ranks.models]
-        with torch.no_grad():
-            for names, sent, mean in under_way.pop(number, []):
-                for rank, name in ((rank, name) for rank in range(2) for name in names):
-                    weights[rank][name] += mean[name] - sent[rank, name]
-            for part, names in enumerate(cut):
-                if Every(period).due(number + 1, parts.shift(part, period)):
-                    sent = {(rank, name): weights[rank][name].clone() for rank in range(2) for name in names}
-                    mean = {name: (sent[0, name] + sent[1, name]) / 2 for name in names}
-                    if lag == 0:
-                        for rank, name in sent:
-                            weights[rank][name].copy_(mean[name])
-                    else:
-                        under_way.setdefault(number + lag, []).append((names, sent, mean))
-    algorithm = Algorithm.of(Exchange(Weights(), Every(period), Mean(), Add(), lag=lag, parts=parts))
-    for state, model in zip(thread_ranks(2, train_for, algorithm, steps), ranks.models, strict=True):
-        assert_close(state, snapshot(model))
+            backward(model, model, rank, number, contextlib.nullcontext())
+        ranks.update()
+    ranks.assert_equals(thread_ranks(2, train))
 
 
 @dataclass(frozen=True)
@@ -517,27 +406,22 @@ def test_gradients_are_divided_once(thread_ranks, algorithm):
 
 def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[Snapshot]:
     """The weights in the end, from each checkpoint; the first is of training without a stop."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    saved = []
+    loop, saved = loop_of(algorithm), []
     for number in range(steps):
         if number in stops:
-            saved.append((number, snapshot(wrapped), pickle.loads(pickle.dumps(wrapped.bagua_state_dict()))))
-        train_steps(wrapped, optimizer, rank, [number])
-    ends = [snapshot(model)]
+            saved.append((number, snapshot(loop.wrapped), pickle.loads(pickle.dumps(loop.wrapped.bagua_state_dict()))))
+        loop.train()
+    ends = [snapshot(loop.model)]
     for number, (at, weights, remembered) in enumerate(saved):
-        model = mlp(5)
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=10**9)
+        loop = loop_of(algorithm, functools.partial(mlp, 5), bucket_bytes=10**9)
         for _ in range(2):  # Once more changes nothing.
             if number % 2:  # In either order.
-                wrapped.load_state_dict(weights)
-            wrapped.bagua_load_state_dict(remembered)
+                loop.wrapped.load_state_dict(weights)
+            loop.wrapped.bagua_load_state_dict(remembered)
             if not number % 2:
-                wrapped.load_state_dict(weights)
-        train_steps(wrapped, optimizer, rank, range(at, steps))
-        ends.append(snapshot(model))
+                loop.wrapped.load_state_dict(weights)
+        loop.step = at
+        ends.append(loop.train(steps - at))
     return ends
 
 
@@ -566,15 +450,13 @@ def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
     exchange = dataclasses.replace(STREAMING.exchanges()[0], how=how)
 
     def train(tuned: bool) -> Snapshot:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange), bucket_bytes=1000)
+        loop = loop_of(Algorithm.of(exchange))
         for number in range(14):
-            train_steps(wrapped, optimizer, rank, [number])
+            loop.train()
             if tuned:
-                reducer = wrapped._bagua_engine.reducer
-                reducer.formation.recut(Setting(1000 + 1000 * (number % 2), reducer.formation.setting.hierarchical))
-        return snapshot(model)
+                formation = loop.wrapped._bagua_engine.reducer.formation
+                formation.recut(Setting(1000 + 1000 * (number % 2), formation.setting.hierarchical))
+        return snapshot(loop.model)
 
     for plain, tuned in zip(thread_ranks(2, train, False), thread_ranks(2, train, True), strict=True):
         assert_same_on_all_ranks([plain, tuned])
@@ -588,34 +470,11 @@ def test_what_starts_from_weights_starts_from_those_that_training_begins_with(th
     """Buckets that the user wants are formed before rank 0's weights have come."""
 
     def train(buckets: bool) -> Snapshot:
-        model = mlp(bagua.comm.get_rank())
-        wanted = [[name for name, _ in model.named_parameters()]] if buckets else []
-        optimizer = plain_sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, DILOCO, buckets=wanted)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
-        return snapshot(model)
+        wanted = [[name for name, _ in mlp().named_parameters()]] if buckets else []
+        return Loop(lambda *made: bagua_init(*made, DILOCO, buckets=wanted)[0], of_this_rank, plain_sgd).train(4)
 
     for by_hand, formed in zip(thread_ranks(2, train, True), thread_ranks(2, train, False), strict=True):
         assert_same_on_all_ranks([by_hand, formed])
-
-
-@pytest.mark.threads
-def test_weights_that_are_loaded_are_what_the_next_outer_step_starts_from(thread_ranks):
-    """An anchor of the weights before would pull them back, and with momentum beyond."""
-    loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
-
-    def load(alone: bool) -> Snapshot:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        wrapped = with_bagua(model, [optimizer], DILOCO)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
-        (model if alone else wrapped).load_state_dict(loaded)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 13))
-        return snapshot(model)
-
-    for alone in (False, True):
-        for state in thread_ranks(2, load, alone):
-            assert_close(state, loaded)
 
 
 @dataclass(frozen=True)
@@ -665,21 +524,17 @@ class LateDiLoCo(Algorithm):
 @pytest.mark.threads
 def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_anew(thread_ranks):
     """Steps 9 and 13 are outer ones; the anchor of the first is what the warm-up ended with."""
-    ranks = Ranks(2)
+    ranks = Anchored(2, nesterov)
     for number in range(5):
-        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+        for model in ranks.models:
             mean_gradients(model, 2, lambda model, rank, number=number: loss_of(model, rank, number))
-            optimizer.step()
-    anchor = nn.Parameter(ranks.mean())
-    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+        ranks.update()
+    ranks.anchor.data.copy_(ranks.mean)
     for number in range(5, 14):
         ranks.step(number)
         if number in (8, 12):
-            anchor.grad = anchor.detach() - ranks.mean()
-            outer.step()
-            ranks.put(anchor.detach())
-    for state, model in zip(thread_ranks(2, train_for, LateDiLoCo(), 14), ranks.models, strict=True):
-        assert_close(state, snapshot(model))
+            ranks.outer_step()
+    ranks.assert_equals(thread_ranks(2, train_for, LateDiLoCo(), 14))
 
 
 @dataclass(frozen=True)
@@ -690,20 +545,12 @@ class LossyThenOuter(LateDiLoCo):
         return (gradients(Mean(ErrorFeedback(BYTES))),) if phase == "warm-up" else DILOCO.exchanges()
 
 
-def rest(algorithm: Algorithm) -> tuple[Snapshot, Snapshot]:
-    """Weights before and after training at rate 0."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    before = snapshot(model)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(14))
-    return before, snapshot(model)
-
-
 @pytest.mark.threads
-def test_what_an_earlier_phase_remembers_is_no_anchor(thread_ranks):
-    for before, after in thread_ranks(2, rest, LossyThenOuter()):
-        assert_close(after, before)
+@on_ranks(2)
+def test_what_an_earlier_phase_remembers_is_no_anchor():
+    loop = loop_of(LossyThenOuter(), rate=0.0)
+    before = snapshot(loop.model)
+    assert_close(loop.train(14), before)
 
 
 def freeze(model: nn.Module, layer: str) -> None:
@@ -711,7 +558,7 @@ def freeze(model: nn.Module, layer: str) -> None:
         parameter.requires_grad_(name[0] != layer)
 
 
-def step_anchors(outer: torch.optim.Optimizer, ranks: Ranks) -> None:
+def step_anchors(outer: torch.optim.Optimizer, ranks: Replicas) -> None:
     """An outer step of whatever is not frozen; ``outer`` has a copy of the weights."""
     trained = [[one for one in model.parameters() if one.requires_grad] for model in ranks.models]
     frozen = [not one.requires_grad for one in ranks.models[0].parameters()]
@@ -737,7 +584,7 @@ def step_anchors(outer: torch.optim.Optimizer, ranks: Ranks) -> None:
 )
 def test_no_layer_loses_its_anchor_when_others_are_frozen_or_unfrozen(thread_ranks, kind, options, first, later):
     """The layer ``first`` is frozen until step 5, in the middle of a period, and the layer ``later`` from there on."""
-    ranks = Ranks(2)
+    ranks = Replicas(2)
     outer = kind([nn.Parameter(one.detach().clone()) for one in ranks.models[0].parameters()], **options)
     for number in range(14):
         for model in ranks.models:
@@ -747,36 +594,29 @@ def test_no_layer_loses_its_anchor_when_others_are_frozen_or_unfrozen(thread_ran
             step_anchors(outer, ranks)
 
     def train() -> Snapshot:
-        model = mlp()
-        freeze(model, first)
-        optimizer = plain_sgd(model.parameters())
-        then = OuterStep(Outer(kind, **options))
-        wrapped = with_bagua(model, [optimizer], Algorithm.of(Exchange(Difference(), Every(4), Mean(), then)))
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
-        freeze(model, later)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5, 14))
-        return snapshot(model)
+        def make() -> nn.Module:
+            model = mlp()
+            freeze(model, first)
+            return model
 
-    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
-        assert_close(state, snapshot(model))
+        then = OuterStep(Outer(kind, **options))
+        loop = loop_of(Algorithm.of(Exchange(Difference(), Every(4), Mean(), then)), make)
+        loop.train(5)
+        freeze(loop.model, later)
+        return loop.train(9)
+
+    ranks.assert_equals(thread_ranks(2, train))
 
 
 @pytest.mark.threads
-def test_what_has_yet_to_start_from_weights_is_not_saved(thread_ranks):
+@on_ranks(2)
+def test_what_has_yet_to_start_from_weights_is_not_saved():
     loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
-
-    def load_and_save() -> Snapshot:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        wrapped: Any = with_bagua(model, [optimizer], DILOCO)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
-        wrapped.load_state_dict(loaded)
-        wrapped.bagua_load_state_dict(wrapped.bagua_state_dict())
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 9))
-        return snapshot(model)
-
-    for state in thread_ranks(2, load_and_save):
-        assert_close(state, loaded)
+    loop = loop_of(DILOCO, rate=0.0)
+    loop.train(6)
+    loop.wrapped.load_state_dict(loaded)
+    loop.wrapped.bagua_load_state_dict(loop.wrapped.bagua_state_dict())
+    assert_close(loop.train(3), loaded)
 
 
 def test_what_goes_on_between_steps_cannot_be_put_inside():
@@ -786,44 +626,11 @@ def test_what_goes_on_between_steps_cannot_be_put_inside():
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=range(2))
-@on_ranks(2)
-def test_copies_know_nothing_of_the_engine(copied):
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], DILOCO)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-    twin = copied(wrapped)
-    before = wrapped.bagua_state_dict()
-    twin.load_state_dict(mlp(3).state_dict())
-    assert type(twin) is nn.Sequential
-    after = wrapped.bagua_state_dict()
-    assert before["parameters"]["0.bias"]["anchor"].equal(after["parameters"]["0.bias"]["anchor"])
-
-
-@pytest.mark.threads
-@pytest.mark.parametrize("name", list(registry))
-@pytest.mark.parametrize("what", [Gradients(), Weights(), Difference()], ids=repr)
-def test_every_codec_works_on_whatever_is_sent(thread_ranks, name, what):
-    then = NESTEROV if isinstance(what, Difference) else Replace()
-    codec = Codec.init(name)
-    if isinstance(what, Weights) and codec.contraction is not None and codec.contraction < 0.5:
-        return  # Refused: weights would become what is left of them.
-    reducer = ErrorFeedback(ScatterGatherReducer(codec))
-    algorithm = Algorithm.of(Exchange(what, Every(1 if isinstance(what, Gradients) else 3), Mean(reducer), then))
-    states = thread_ranks(3, train_for, algorithm, 6)
-    assert_same_on_all_ranks(states)
-    assert all(value.isfinite().all() for value in states[0].values())
-
-
-@pytest.mark.threads
 def test_shared_state_first_makes_weights_equal(thread_ranks):
     def train() -> tuple[Snapshot, str]:
-        model = mlp(bagua.comm.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        wrapped = DistributedDataParallel(model, optimizers=[optimizer], algorithm=DILOCO, init_sync=False)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        return snapshot(model), wrapped.bagua_state_digest()
+        loop = Loop("data_parallel", of_this_rank, plain_sgd, algorithm=DILOCO, init_sync=False)
+        loop.optimizer.param_groups[0]["lr"] = 0.0
+        return loop.train(2), loop.wrapped.bagua_state_digest()
 
     (first, digest), (second, other) = thread_ranks(2, train)
     assert_same_on_all_ranks([first, second])
@@ -833,30 +640,24 @@ def test_shared_state_first_makes_weights_equal(thread_ranks):
 @pytest.mark.threads
 def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(thread_ranks):
     """Each rank steps its anchor with the mean of its own difference and those of its neighbours on a ring."""
-    ranks = Ranks(4)
-    anchors = [nn.Parameter(ranks.mean()) for _ in ranks.models]
-    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+    ranks = Replicas(4)
+    anchors = nn.Parameter(ranks.rows)
+    outer = nesterov([anchors])
     for number in range(9):
         ranks.step(number)
         if number % 3 == 2:
-            apart = [one.detach() - flat_of(model) for one, model in zip(anchors, ranks.models, strict=True)]
-            for rank, one in enumerate(anchors):
-                one.grad = (apart[rank - 1] + apart[rank] + apart[(rank + 1) % 4]) / 3
+            apart = anchors.detach() - ranks.rows
+            anchors.grad = (apart + apart.roll(1, dims=0) + apart.roll(-1, dims=0)) / 3
             outer.step()
-            for one, model in zip(anchors, ranks.models, strict=True):
-                put(model, one.detach())
+            ranks.rows = anchors.detach()
 
     def train() -> Snapshot:
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        exchange = Exchange(Difference(scope="local"), Every(3), Mix("ring"), NESTEROV)
-        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange))
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(9))
-        wrapped.bagua_state_digest()
-        return snapshot(model)
+        loop = loop_of(Algorithm.of(Exchange(Difference(scope="local"), Every(3), Mix("ring"), NESTEROV)))
+        loop.train(9)
+        loop.wrapped.bagua_state_digest()
+        return snapshot(loop.model)
 
-    for state, model in zip(thread_ranks(4, train), ranks.models, strict=True):
-        assert_close(state, snapshot(model))
+    ranks.assert_equals(thread_ranks(4, train))
 
 
 @pytest.mark.threads
@@ -878,20 +679,16 @@ def test_an_eager_step_remembers_what_others_bring_for_buckets_too(thread_ranks)
 )
 def test_a_digest_names_what_differs(thread_ranks, algorithm):
     def train() -> str:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        train_steps(wrapped, optimizer, rank, range(5))
-        digest = wrapped.bagua_state_digest()
-        places = wrapped._bagua_engine.reducer.execution.places
-        shared = [
-            one.name for one in places[0].memory.declared.values() if one.scope == "shared" and one.per != "family"
-        ]
-        tensor = places[0].memory.state[shared[0]] if shared else model[0].weight.data
-        if rank == 1:
+        loop = loop_of(algorithm, bucket_bytes=10**6)
+        loop.train(5)
+        digest = loop.wrapped.bagua_state_digest()
+        memory = loop.wrapped._bagua_engine.reducer.execution.places[0].memory
+        shared = [one.name for one in memory.declared.values() if one.scope == "shared" and one.per != "family"]
+        tensor = memory.state[shared[0]] if shared else loop.model[0].weight.data
+        if loop.rank == 1:
             tensor.view(-1)[0] += 1
         with pytest.raises(CollectiveMismatchError, match=shared[0] if shared else r"0\.weight") as caught:
-            wrapped.bagua_state_digest()
+            loop.wrapped.bagua_state_digest()
         assert {caught.value.rank, *caught.value.peers} == {0, 1}
         return digest
 
@@ -900,36 +697,16 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
 
 
 @pytest.mark.threads
-def test_a_rank_that_is_not_finite_starts_again_from_the_anchor(thread_ranks):
-    def train() -> Snapshot:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], DILOCO)
-        train_steps(wrapped, optimizer, rank, range(6))
-        if rank == 1:
-            with torch.no_grad():
-                model[0].weight.fill_(torch.nan)
-        train_steps(wrapped, optimizer, rank, range(6, 16))
-        return snapshot(model)
-
-    states = thread_ranks(2, train)
-    assert_same_on_all_ranks(states)
-    assert all(value.isfinite().all() for value in states[0].values())
-
-
-@pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_exchange_is_made_and_checked_anew_in_each_step(thread_ranks, monkeypatch, size):
     made, own = [], Exchange.__post_init__
 
     def train() -> int:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], SLOWMO)
-        train_steps(wrapped, optimizer, rank, range(2))
+        loop = loop_of(SLOWMO)
+        loop.train(2)
         bagua.comm.get_default_group().global_communicator.barrier()
         before = len(made)
-        train_steps(wrapped, optimizer, rank, range(2, 7))
+        loop.train(5)
         return len(made) - before
 
     monkeypatch.setattr(Exchange, "__post_init__", lambda self: (made.append(self), own(self))[1])
@@ -951,13 +728,10 @@ def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks,
     algorithm = around("gradient_allreduce", Exchange(Weights(), Every(4), Slow(), Add(), lag=3, label="outer"))
 
     def train() -> Snapshot:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        train_steps(wrapped, optimizer, rank, range(6))
-        done[rank].set()
-        train_steps(wrapped, optimizer, rank, range(6, 9))
-        return snapshot(model)
+        loop = loop_of(algorithm)
+        loop.train(6)
+        done[loop.rank].set()
+        return loop.train(3)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
 
@@ -1013,12 +787,9 @@ def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypat
     monkeypatch.setattr(InTurn, "run", OnItsOwn.run)
 
     def train() -> int:
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        algorithm = Algorithm.of(Exchange(Gradients(), Every(), how, Replace()))
-        wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        return len(model._bagua_engine.reducer.execution.lanes.apart)
+        loop = loop_of(Algorithm.of(gradients(how)), bucket_bytes=bucket_bytes)
+        loop.train(2)
+        return len(loop.model._bagua_engine.reducer.execution.lanes.apart)
 
     assert thread_ranks(2, train) == [more, more]
 
@@ -1029,4 +800,4 @@ def test_ranks_with_other_exchanges_are_told_apart_before_the_first_one():
     model = mlp()
     algorithm = Algorithm.of(Exchange(Weights(), Every(4 + bagua.comm.get_rank()), Mean(), Replace()))
     with pytest.raises(CollectiveMismatchError, match=r"steps=4.*steps=5|steps=5.*steps=4"):
-        with_bagua(model, [plain_sgd(model.parameters())], algorithm)
+        with_bagua(model, plain_sgd(model.parameters()), algorithm)

@@ -38,21 +38,19 @@ from bagua.algorithms import (
     Weights,
 )
 from bagua.algorithms.exchanges import outer
-from bagua.compression import Float16, MinMaxUInt8
+from bagua.compression import MinMaxUInt8
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory
+from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
 from tests.harness import (
-    OptimizerMaker,
     State,
     assert_close,
     assert_same_on_all_ranks,
-    loss_of,
     mlp,
     seeded,
     snapshot,
-    train_steps,
 )
 from tests.parallel.wrapping import Loop, on_ranks
 from tests.versions import needs
@@ -61,11 +59,6 @@ STEPS = 13
 RATE = 0.1
 SGD = Outer(torch.optim.SGD, lr=0.5)
 MUON = needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
-
-
-@pytest.fixture
-def pool(thread_pool):
-    return thread_pool
 
 
 @pytest.mark.threads
@@ -116,34 +109,22 @@ def train(algorithm: Algorithm | str) -> State:
     return train_and_watch(algorithm)[-1]
 
 
-def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp) -> Loop:
-    return Loop("with_bagua", make, optimizer_of, algorithm=algorithm)
+def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp, **options: Any) -> Loop:
+    return Loop("with_bagua", make, optimizer_of, algorithm=algorithm, **options)
+
+
+def of_this_rank() -> nn.Module:
+    return mlp(bagua.comm.get_rank())
 
 
 def train_and_watch(algorithm: Algorithm | str, steps: int = STEPS, finish: bool = False) -> list[State]:
     """The weights when each ``optimizer.step()`` has returned, and after a closing exchange."""
-    loop = loop_of(algorithm, functools.partial(mlp, bagua.comm.get_rank()))
+    loop = loop_of(algorithm, of_this_rank)
     watched = [loop.train() for _ in range(steps)]
     if finish:
         loop.wrapped.bagua_finish()
         watched.append(snapshot(loop.model))
     return watched
-
-
-class Replicas:
-    """All ranks in one process."""
-
-    def __init__(self, size: int) -> None:
-        self.models = [mlp() for _ in range(size)]
-        self.optimizers = [optimizer_of(model.parameters()) for model in self.models]
-        self.named = [dict(model.named_parameters()) for model in self.models]
-
-    def step(self, number: int) -> None:
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            train_steps(model, optimizer, rank, [number])
-
-    def weights(self) -> list[dict[str, torch.Tensor]]:
-        return [{name: one.detach().clone() for name, one in named.items()} for named in self.named]
 
 
 def mean_of(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
@@ -178,33 +159,25 @@ def test_special_cases_are_equal(thread_ranks, one, other):
 @pytest.mark.threads
 def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_ranks):
     beta, alpha, every = 0.5, 0.8, 3
-    replicas = Replicas(2)
-    anchor = replicas.weights()[0]
-    momentum = {name: torch.zeros_like(one) for name, one in anchor.items()}
+
+    def train_on_a_schedule() -> State:
+        loop = loop_of(SlowMoAlgorithm(every, beta=beta, alpha=alpha))
+        for number in range(STEPS):
+            loop.optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+            loop.train()
+        return snapshot(loop.model)
+
+    replicas = Replicas(2, optimizer_of)
+    anchor, momentum = replicas.mean, torch.zeros_like(replicas.mean)
     for number in range(STEPS):
         rate = RATE / (1 + number)
         for optimizer in replicas.optimizers:
             optimizer.param_groups[0]["lr"] = rate
         replicas.step(number)
         if number % every == every - 1:
-            weights = replicas.weights()
-            with torch.no_grad():
-                for name in anchor:
-                    momentum[name] = beta * momentum[name] + (anchor[name] - mean_of(weights, name)) / rate
-                    anchor[name] = anchor[name] - alpha * rate * momentum[name]
-                    for named in replicas.named:
-                        named[name].copy_(anchor[name])
-    results = thread_ranks(2, train_on_a_schedule, SlowMoAlgorithm(every, beta=beta, alpha=alpha))
-    for result, model in zip(results, replicas.models, strict=True):
-        assert_close(result, snapshot(model))
-
-
-def train_on_a_schedule(algorithm: Algorithm) -> State:
-    loop = loop_of(algorithm)
-    for number in range(STEPS):
-        loop.optimizer.param_groups[0]["lr"] = RATE / (1 + number)
-        loop.train()
-    return snapshot(loop.model)
+            momentum = beta * momentum + (anchor - replicas.mean) / rate
+            replicas.rows = anchor = anchor - alpha * rate * momentum
+    replicas.assert_equals(thread_ranks(2, train_on_a_schedule))
 
 
 @pytest.mark.threads
@@ -212,19 +185,17 @@ def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(threa
     """It exchanges in its next forward pass, when its schedule has gone on."""
 
     def skip() -> tuple[State, str]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = optimizer_of(model.parameters())
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        wrapped: Any = with_bagua(model, [optimizer], SlowMoAlgorithm(2, beta=0.5))
+        loop = loop_of(SlowMoAlgorithm(2, beta=0.5))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
         for number in range(4):
-            optimizer.zero_grad()
-            loss_of(wrapped, rank, number).backward()
-            if (rank, number) != (1, 1):
-                optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.backward()
+            if (loop.rank, number) != (1, 1):
+                loop.optimizer.step()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # That the schedule goes on without an update.
                 schedule.step()
-        return snapshot(model), wrapped.bagua_state_digest()
+        return snapshot(loop.model), loop.wrapped.bagua_state_digest()
 
     (one, digest), (other, same) = thread_ranks(2, skip)
     assert_same_on_all_ranks([one, other])
@@ -312,34 +283,33 @@ def test_parameter_groups_of_other_rates_train_as_each_would_alone(thread_ranks,
 @on_ranks(2)
 def test_nothing_of_before_comes_into_weights_that_are_loaded(algorithm, loaded_after):
     """Nothing is learned after the load, in two periods: any change is a flight, or a momentum, of before."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    train_steps(wrapped, optimizer, rank, range(loaded_after))
+    loop = Loop("with_bagua", make_optimizer=plain_sgd, algorithm=algorithm)
+    loop.train(loaded_after)
     others = {name: value + 0.5 for name, value in mlp(7).state_dict().items()}
-    wrapped.load_state_dict(others)
-    optimizer.param_groups[0]["lr"] = 0.0
-    train_steps(wrapped, optimizer, rank, range(loaded_after, loaded_after + 9))
-    assert_close(snapshot(model), others)
-
-
-NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    loop.wrapped.load_state_dict(others)
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+    assert_close(loop.train(9), others)
 
 
 class Streaming:
     """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
 
     def __init__(
-        self, size: int, every: int, fragments: int, overlap: int, keep: float | None, outer: OptimizerMaker = NESTEROV
+        self,
+        size: int,
+        every: int,
+        fragments: int,
+        overlap: int,
+        keep: float | None,
     ) -> None:
-        self.replicas = Replicas(size)
+        self.replicas = Replicas(size, optimizer_of)
         self.every, self.overlap, self.keep = every, overlap, keep
         self.anchor = {name: torch.nn.Parameter(one) for name, one in self.replicas.weights()[0].items()}
         layers = ["0", "2", "4"]
         self.cut = [
             [f"{one}.{kind}" for one in layers[p::fragments] for kind in ("weight", "bias")] for p in range(fragments)
         ]
-        self.outer = [outer([self.anchor[name] for name in names]) for names in self.cut]
+        self.outer = [nesterov([self.anchor[name] for name in names]) for names in self.cut]
         self.sent: dict[tuple[int, int], list[dict[str, torch.Tensor]]] = {}
 
     def step(self, t: int) -> None:
@@ -380,8 +350,7 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, size, every, f
     watched = thread_ranks(size, train_and_watch, algorithm)
     for t in range(1, STEPS + 1):
         expected.step(t)
-        for rank, model in enumerate(expected.replicas.models):
-            assert_close(watched[rank][t - 1], snapshot(model))
+        expected.replicas.assert_equals([states[t - 1] for states in watched])
 
 
 @pytest.mark.threads
@@ -480,21 +449,18 @@ class MadeTensors(TorchDispatchMode):
         return made
 
 
-def made_in_an_outer_step(dtype: torch.dtype) -> list[str]:
-    model = nn.Linear(96, 96, bias=False).to(dtype)
-    optimizer = optimizer_of(model.parameters())
-    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1, anchor_dtype="weights"))
-    train = functools.partial(wrapped, torch.ones(2, 96, dtype=dtype))
-    for _ in range(2):  # The first outer step makes what is remembered.
-        optimizer.zero_grad()
-        train().square().mean().backward()
-        with MadeTensors(96 * 96) as mode:
-            optimizer.step()
-    return mode.names
-
-
 @pytest.mark.threads
 def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
+    def made_in_an_outer_step(dtype: torch.dtype) -> list[str]:
+        diloco = DiLoCoAlgorithm(1, anchor_dtype="weights")
+        loop = loop_of(diloco, lambda: nn.Linear(96, 96, bias=False).to(dtype), bucket_bytes=10**6)
+        for _ in range(2):  # The first outer step makes what is remembered.
+            loop.optimizer.zero_grad()
+            loop.wrapped(torch.ones(2, 96, dtype=dtype)).square().mean().backward()
+            with MadeTensors(96 * 96) as mode:
+                loop.optimizer.step()
+        return mode.names
+
     assert thread_ranks(1, made_in_an_outer_step, torch.float32) == [[]]
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 64)
     assert thread_ranks(1, made_in_an_outer_step, torch.bfloat16) == [[]]
@@ -512,36 +478,12 @@ def both_post_local_sgd() -> tuple[State, State]:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-    rank, every = bagua.comm.get_rank(), 3
-    model = mlp()
-    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
-    optimizer = PostLocalSGDOptimizer(optimizer_of(model.parameters()), averager)
-    train_steps(model, optimizer, rank, range(STEPS))
-    return train(LocalSGDAlgorithm(every)), snapshot(model)
+    averager = PeriodicModelAverager(period=3, warmup_steps=2)
+    loop = Loop(lambda model, _: model, mlp, lambda own: PostLocalSGDOptimizer(optimizer_of(own), averager))
+    return train(LocalSGDAlgorithm(3)), loop.train(STEPS)
 
 
 # What users meet.
-
-
-@pytest.mark.threads
-def test_ranks_are_equal_after_an_outer_step_and_differ_before_the_next(thread_ranks):
-    for algorithm in (LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4, codec=Float16())):
-        watched = list(zip(*thread_ranks(3, train_and_watch, algorithm), strict=True))
-        for number, states in enumerate(watched):
-            if number % 4 == 3:
-                assert_same_on_all_ranks(states)
-            else:
-                assert spread(states) > 1e-4
-
-
-@pytest.mark.threads
-def test_ranks_train_together_first(thread_ranks):
-    together = thread_ranks(2, train_and_watch, "gradient_allreduce")
-    later = thread_ranks(2, train_and_watch, LocalSGDAlgorithm(4, start_after=5))
-    for number in range(5):
-        assert_close(later[0][number], together[0][number])
-    assert spread([watched[5] for watched in later]) > 1e-4
-    assert_same_on_all_ranks([watched[8] for watched in later])  # 4 steps after the fifth
 
 
 def step_with_nan(loop: Loop, spoilt: int | None = 1) -> None:
@@ -553,22 +495,25 @@ def step_with_nan(loop: Loop, spoilt: int | None = 1) -> None:
     loop.optimizer.step()
 
 
-def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State, State]:
+def train_with_nan(algorithm: Algorithm, *, settle: bool = False, then: int = 0) -> tuple[State, State, State]:
+    """The weights before, after the exchange of what one rank has spoilt, and so many steps later."""
     loop = loop_of(algorithm)
     before = snapshot(loop.model)
     loop.train(3)
     step_with_nan(loop)
     if settle:  # What is under way comes in.
         loop.wrapped._bagua_engine.reducer.formation.flush()
-    return before, snapshot(loop.model)
+    return before, snapshot(loop.model), loop.train(then)
 
 
 @pytest.mark.threads
 @pytest.mark.parametrize("algorithm", [SlowMoAlgorithm(4), DiLoCoAlgorithm(4)], ids=["slowmo", "diloco"])
 def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ranks, algorithm):
-    (_, well), (anchor, diverged) = thread_ranks(2, train_with_nan, algorithm)
+    (_, well, end), (anchor, diverged, same) = thread_ranks(2, functools.partial(train_with_nan, then=4), algorithm)
     assert all(torch.isfinite(value).all() for value in well.values())
     assert_close(diverged, anchor)
+    assert_same_on_all_ranks([end, same])
+    assert all(torch.isfinite(value).all() for value in end.values())
 
 
 @pytest.fixture
@@ -632,12 +577,12 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
 @pytest.mark.threads
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
 def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
-    expected = Streaming(2, 4, 1, 0, 0.0, functools.partial(kind, lr=0.1))
-    for t in range(1, STEPS + 1):
-        expected.step(t)
-    results = thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1)))
-    for result, model in zip(results, expected.replicas.models, strict=True):
-        assert_close(result, snapshot(model))
+    expected = Anchored(2, functools.partial(kind, lr=0.1), make_optimizer=optimizer_of)
+    for number in range(STEPS):
+        expected.step(number)
+        if number % 4 == 3:
+            expected.outer_step()
+    expected.assert_equals(thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1))))
 
 
 class Halting(torch.optim.SGD):
@@ -741,19 +686,6 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(rows)
 
 
-def train_branches(algorithm: Algorithm) -> tuple[State, int]:
-    """The weights after eight steps; rank 1 never uses the right half, and has no gradient of it."""
-    loop = loop_of(algorithm, Branches)
-    for number in range(8):
-        loop.optimizer.zero_grad()
-        left = loop.rank == 1 or number % 2 == 0
-        loop.wrapped(torch.full((2, 4), 1.0 + loop.rank), left=left).square().mean().backward()
-        assert (loop.model.right.weight.grad is None) == left
-        loop.optimizer.step()
-    hooks = sum(len(one._post_accumulate_grad_hooks or ()) for one in loop.model.parameters())
-    return snapshot(loop.model), hooks
-
-
 @pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
@@ -761,51 +693,44 @@ def train_branches(algorithm: Algorithm) -> tuple[State, int]:
     ids=["local_sgd", "slowmo", "diloco", "decentralized"],
 )
 def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks, algorithm):
-    (first, hooks), (second, _) = thread_ranks(2, train_branches, algorithm)
-    assert hooks == 1
+    """Rank 1 never uses the right half, and has no gradient of it."""
+
+    def train_branches() -> State:
+        loop = loop_of(algorithm, Branches)
+        for number in range(8):
+            loop.optimizer.zero_grad()
+            left = loop.rank == 1 or number % 2 == 0
+            loop.wrapped(torch.full((2, 4), 1.0 + loop.rank), left=left).square().mean().backward()
+            assert (loop.model.right.weight.grad is None) == left
+            loop.optimizer.step()
+        assert sum(len(one._post_accumulate_grad_hooks or ()) for one in loop.model.parameters()) == 1
+        return snapshot(loop.model)
+
+    states = thread_ranks(2, train_branches)
     if "decentralized" not in repr(algorithm).lower():
-        assert_same_on_all_ranks([first, second])
-
-
-class Encoder(nn.Module):
-    """A model that is used by a method of its own, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.layers(rows)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.encode(rows)
-
-
-def train_in_uncommon_ways() -> State:
-    """Four steps: by a method, in a reentrant checkpoint, through ``autograd.grad`` besides, and by two passes."""
-    rank, model = bagua.comm.get_rank(), Encoder()
-    optimizer = optimizer_of(model.parameters())
-    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4))
-    rows = torch.full((2, 8), 1.0 + rank)
-    for forward in (wrapped.encode, lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
-        optimizer.zero_grad()
-        forward(rows).square().mean().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    if rank == 0:  # No step: the penalty has no gradient of a parameter.
-        torch.autograd.grad(wrapped(rows).sum(), rows)
-    wrapped(rows).square().mean().backward(create_graph=True)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    wrapped(rows).square().mean().backward()
-    optimizer.step()
-    return snapshot(model)
+        assert_same_on_all_ranks(states)
 
 
 @pytest.mark.threads
 @pytest.mark.filterwarnings("ignore")  # Torch warns of create_graph, and of reentrant checkpoints.
-def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
-    assert_same_on_all_ranks(thread_ranks(2, train_in_uncommon_ways))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_every_pass_that_brings_a_gradient_is_one_step() -> State:
+    """Four steps: by a part, in a reentrant checkpoint, through ``autograd.grad`` besides, and by two passes."""
+    loop = loop_of(LocalSGDAlgorithm(4), lambda: nn.Sequential(mlp()))
+    wrapped, rows = loop.wrapped, torch.full((2, 8), 1.0 + loop.rank)
+    for forward in (wrapped[0], lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
+        loop.optimizer.zero_grad()
+        forward(rows).square().mean().backward()
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    if loop.rank == 0:  # No step: the penalty has no gradient of a parameter.
+        torch.autograd.grad(wrapped(rows).sum(), rows)
+    wrapped(rows).square().mean().backward(create_graph=True)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    wrapped(rows).square().mean().backward()
+    loop.optimizer.step()
+    return snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -815,7 +740,7 @@ def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
     ids=["slowmo", "diloco", "eager"],
 )
 def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algorithm):
-    (_, well), _ = thread_ranks(2, functools.partial(train_with_nan, settle=True), algorithm)
+    (_, well, _), _ = thread_ranks(2, functools.partial(train_with_nan, settle=True), algorithm)
     said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert len(said) == 2
     assert all("not finite on rank 1" in one and "dropped on all ranks" in one for one in said)
@@ -825,55 +750,12 @@ def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algori
 @pytest.mark.threads
 @pytest.mark.parametrize("every", [1, 4])
 def test_who_spoils_a_mean_of_weights_is_named_on_all_ranks(thread_ranks, caplog, every):
-    (_, first), (_, spoilt), (_, third) = thread_ranks(3, train_with_nan, LocalSGDAlgorithm(every))
+    (_, first, _), (_, spoilt, _), (_, third, _) = thread_ranks(3, train_with_nan, LocalSGDAlgorithm(every))
     said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert len(said) >= 3
     assert all("not finite on rank 1" in one and "Go on from a checkpoint" in one for one in said)
     assert all(torch.isfinite(value).all() for state in (first, third) for value in state.values())
     assert not all(torch.isfinite(value).all() for value in spoilt.values())
-
-
-def train_as_people_do(algorithm: Algorithm | None, rank: int, model: nn.Module) -> None:
-    """With a warm-up of the rate, clipping, and two passes for each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
-    wrapped = model if algorithm is None else with_bagua(model, [optimizer], algorithm)
-    for number in range(3):
-        optimizer.zero_grad()
-        with contextlib.nullcontext() if algorithm is None else wrapped.no_sync():
-            loss_of(wrapped, rank, 2 * number).backward()
-        loss_of(wrapped, rank, 2 * number + 1).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        schedule.step()
-
-
-@pytest.mark.threads
-def test_everything_but_the_exchange_is_ordinary_local_training(thread_ranks):
-    def train_here() -> State:
-        model = mlp()
-        train_as_people_do(LocalSGDAlgorithm(3), bagua.comm.get_rank(), model)
-        return snapshot(model)
-
-    models = [mlp() for _ in range(2)]
-    for rank, model in enumerate(models):
-        train_as_people_do(None, rank, model)
-    expected = {name: mean_of([snapshot(model) for model in models], name) for name in snapshot(models[0])}
-    for state in thread_ranks(2, train_here):
-        assert_close(state, expected)
-
-
-@pytest.mark.threads
-@on_ranks(2, assert_same_on_all_ranks)
-def test_other_doors_take_them() -> State:
-    loop = Loop(
-        lambda *made: bagua.torch_api.bagua_init(*made, distributed_algorithm="diloco")[0],
-        functools.partial(mlp, bagua.comm.get_rank()),
-        optimizer_of,
-    )
-    loop.train(2)
-    loop.switch_to(Algorithm.init("local_sgd", sync_every=2))
-    return loop.train(2)
 
 
 @pytest.mark.parametrize(
@@ -929,30 +811,24 @@ def test_the_outer_optimizer_follows_the_period_unless_it_is_given():
 # Eager.
 
 
-class Eager:
+class Eager(Replicas):
     """R5 on all ranks in one process, with an anchor and an outer optimizer for each."""
 
     def __init__(self, size: int, momentum: float) -> None:
-        self.replicas = Replicas(size)
-        self.anchors = [{name: nn.Parameter(one) for name, one in each.items()} for each in self.replicas.weights()]
-        self.outer = [torch.optim.SGD(each.values(), lr=0.7, momentum=momentum) for each in self.anchors]
-        self.last: list[dict[str, torch.Tensor]] | None = None
+        super().__init__(size, optimizer_of)
+        self.anchors = nn.Parameter(self.rows)
+        self.outer = torch.optim.SGD([self.anchors], lr=0.7, momentum=momentum)
+        self.last: torch.Tensor | None = None
 
-    @torch.no_grad()
+    def late(self) -> torch.Tensor:
+        """What the others had in the last period."""
+        return self.last.mean(dim=0) - self.last / len(self.models)
+
     def end_period(self) -> None:
-        size, weights = len(self.anchors), self.replicas.weights()
-        now = [
-            {name: one.detach() - theirs[name] for name, one in anchor.items()}
-            for anchor, theirs in zip(self.anchors, weights, strict=True)
-        ]
-        for rank, anchor in enumerate(self.anchors):
-            for name, one in anchor.items():
-                late = 0.0 if self.last is None else mean_of(self.last, name) - self.last[rank][name] / size
-                one.grad = now[rank][name] / size + late
-            self.outer[rank].step()
-            for name, one in anchor.items():
-                self.replicas.named[rank][name].copy_(one)
-        self.last = now
+        now = self.anchors.detach() - self.rows
+        self.anchors.grad = now / len(self.models) + (0.0 if self.last is None else self.late())
+        self.outer.step()
+        self.rows, self.last = self.anchors.detach(), now
 
 
 @pytest.mark.threads
@@ -963,16 +839,14 @@ def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
     algorithm = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.7, outer_momentum=momentum, eager=True)
     watched = thread_ranks(3, train_and_watch, algorithm, 12, True)
     for number in range(12):
-        expected.replicas.step(number)
+        expected.step(number)
         if number % 4 == 3:
             expected.end_period()
-        for rank, model in enumerate(expected.replicas.models):
-            assert_close(watched[rank][number], snapshot(model))
-    closed = [one[-1] for one in watched]
-    assert_same_on_all_ranks(closed)
-    for name, anchor in expected.anchors[0].items() if not momentum else ():
-        late = mean_of(expected.last, name) - expected.last[0][name] / 3
-        torch.testing.assert_close(closed[0][name], anchor.detach() - 0.7 * late)
+        expected.assert_equals([one[number] for one in watched])
+    assert_same_on_all_ranks([one[-1] for one in watched])
+    if not momentum:
+        expected.rows = expected.anchors.detach() - 0.7 * expected.late()
+        expected.assert_equals([one[-1] for one in watched])
 
 
 # The end.
@@ -992,31 +866,19 @@ def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
     ids=["local_sgd", "diloco", "eager", "sparse_loco", "decentralized", "gradient_allreduce"],
 )
 def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algorithm):
-    before, after, later = zip(*thread_ranks(2, finish_and_go_on, algorithm), strict=True)
+    def finish_and_go_on() -> tuple[State, State, State]:
+        loop = loop_of(algorithm)
+        before = loop.train(7)
+        loop.wrapped.bagua_finish()
+        return before, snapshot(loop.model), loop.train(5)
+
+    before, after, later = zip(*thread_ranks(2, finish_and_go_on), strict=True)
     assert_same_on_all_ranks(after)
     if not algorithm.ranks_differ:
         assert all(torch.equal(one, after[0][name]) for name, one in before[0].items())
     if isinstance(algorithm, LocalSGDAlgorithm):
         assert_close(after[0], {name: mean_of(list(before), name) for name in before[0]})
         assert_same_on_all_ranks(later)  # The twelfth step is one with an exchange.
-
-
-def finish_and_go_on(algorithm: Algorithm) -> tuple[State, State, State]:
-    loop = loop_of(algorithm)
-    before = loop.train(7)
-    loop.wrapped.bagua_finish()
-    return before, snapshot(loop.model), loop.train(5)
-
-
-def look_and_go_on(algorithm: Algorithm) -> tuple[State, State]:
-    loop = loop_of(algorithm, functools.partial(mlp, bagua.comm.get_rank()))
-    inside: State = {}
-    for number in range(STEPS):
-        loop.train()
-        if number in (4, 7, 9):
-            with loop.wrapped.bagua_global_average():
-                inside = snapshot(loop.model)
-    return inside, snapshot(loop.model)
 
 
 @pytest.mark.threads
@@ -1026,12 +888,20 @@ def look_and_go_on(algorithm: Algorithm) -> tuple[State, State]:
     ids=["local_sgd", "diloco", "eager"],
 )
 def test_a_look_at_the_mean_of_all_ranks_changes_nothing(thread_ranks, algorithm):
-    watched = thread_ranks(2, train_and_watch, algorithm)
-    looked = thread_ranks(2, look_and_go_on, algorithm)
+    def look_and_go_on() -> tuple[State, State]:
+        loop, inside = loop_of(algorithm, of_this_rank), {}
+        for number in range(STEPS):
+            loop.train()
+            if number in (4, 7, 9):
+                with loop.wrapped.bagua_global_average():
+                    inside = snapshot(loop.model)
+        return inside, snapshot(loop.model)
+
+    watched, looked = thread_ranks(2, train_and_watch, algorithm), thread_ranks(2, look_and_go_on)
     assert_same_on_all_ranks([inside for inside, _ in looked])
     assert_close(looked[0][0], {name: mean_of([one[9] for one in watched], name) for name in watched[0][9]})
     for (_, end), steps in zip(looked, watched, strict=True):
-        assert all(torch.equal(one, steps[-1][name]) for name, one in end.items())
+        assert_same_on_all_ranks([steps[-1], end])
 
 
 def normalized() -> nn.Module:
@@ -1039,26 +909,19 @@ def normalized() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
 
 
-def train_normalized(*, average_buffers: bool) -> list[State]:
-    loop, watched = loop_of(DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers), normalized), []
-
-    def look() -> None:
-        watched.append({name: one.detach().clone() for name, one in loop.model.named_buffers()})
-
-    for number in range(3):
-        if number == 1:
-            loop.model[1].running_mean = loop.model[1].running_mean.clone()  # as load_state_dict(assign=True)
-        loop.train()
-        look()
-    loop.wrapped.bagua_finish()
-    look()
-    return watched
-
-
 @pytest.mark.threads
 def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
-    apart = thread_ranks(2, functools.partial(train_normalized, average_buffers=False))
-    together = thread_ranks(2, functools.partial(train_normalized, average_buffers=True))
+    def train_normalized(average_buffers: bool) -> list[State]:
+        loop, watched = loop_of(DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers), normalized), []
+        for number in range(3):
+            if number == 1:
+                loop.model[1].running_mean = loop.model[1].running_mean.clone()  # as load_state_dict(assign=True)
+            loop.train()
+            watched.append({name: one.detach().clone() for name, one in loop.model.named_buffers()})
+        loop.wrapped.bagua_finish()
+        return [*watched, {name: one.detach().clone() for name, one in loop.model.named_buffers()}]
+
+    apart, together = thread_ranks(2, train_normalized, False), thread_ranks(2, train_normalized, True)
     for states in zip(*apart, strict=True):
         assert (spread(states) > 1e-4) == (states[0] is not apart[0][-1])
     assert_same_on_all_ranks([states[2] for states in together])
@@ -1073,33 +936,32 @@ def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
 # Checkpoints.
 
 
-def save_on_the_way(algorithm: Algorithm) -> dict[str, Any]:
-    loop = loop_of(algorithm)
-    return {"model": loop.train(7), "algorithm": loop.wrapped.bagua_state_dict()}
-
-
-def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]:
-    loop = loop_of(algorithm, functools.partial(mlp, 5))
-    loop.wrapped.bagua_load_state_dict(saved["algorithm"])
-    loop.model.load_state_dict(saved["model"])
-    loop.step = 7
-    end = loop.train(5)
-    return loop.wrapped.bagua_state_digest(), end
-
-
 @pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
     """From the anchor and the momentum of the last outer step, and the weights of the rank that saved."""
     # The second exchange started after step 6.
     algorithm = DiLoCoAlgorithm(4, overlap=2, outer_lr=0.7, outer_momentum=0.9)
-    saved = thread_ranks(2, save_on_the_way, algorithm)[1]
+
+    def save_on_the_way() -> dict[str, Any]:
+        loop = loop_of(algorithm)
+        return {"model": loop.train(7), "algorithm": loop.wrapped.bagua_state_dict()}
+
+    def go_on_from(saved: dict[str, Any]) -> tuple[str, State]:
+        loop = loop_of(algorithm, functools.partial(mlp, 5))
+        loop.wrapped.bagua_load_state_dict(saved["algorithm"])
+        loop.model.load_state_dict(saved["model"])
+        loop.step = 7
+        end = loop.train(5)
+        return loop.wrapped.bagua_state_digest(), end
+
+    saved = thread_ranks(2, save_on_the_way)[1]
     assert len(saved["algorithm"]["rank1"]["flights"]) == 1
     anchor = {name: one["anchor"] for name, one in saved["algorithm"]["parameters"].items()}
     momentum = {name: one["outer.momentum_buffer"] for name, one in saved["algorithm"]["parameters"].items()}
-    digests, ends = zip(*thread_ranks(size, go_on_from, algorithm, saved), strict=True)
+    digests, ends = zip(*thread_ranks(size, go_on_from, saved), strict=True)
     assert len(set(digests)) == 1
-    replicas = Replicas(size)
+    replicas = Replicas(size, optimizer_of)
     for model in replicas.models:
         model.load_state_dict(saved["model"])
     for number in range(7, 10):  # The flight is gone: nothing is applied after step 8.

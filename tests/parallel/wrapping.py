@@ -13,6 +13,7 @@ from torch import nn, optim
 import bagua.torch_api as bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.harness import (
+    Losses,
     OptimizerMaker,
     State,
     assert_close,
@@ -21,7 +22,6 @@ from tests.harness import (
     mlp,
     sgd,
     snapshot,
-    train_steps,
 )
 
 #: Makes several buckets out of the small models of the tests.
@@ -66,6 +66,7 @@ class Loop:
         optimizer: of all its parameters.
         wrapped: what the training loop calls.
         step: number of steps that were made.
+        losses: loss of what is called, on a rank, in a step.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Loop:
         wrap: Wrap | str = "bagua_init",
         make: Callable[[], nn.Module] = mlp,
         make_optimizer: OptimizerMaker = sgd,
+        losses: Losses = loss_of,
         **options: Any,
     ) -> None:
-        self.rank, self.step = bagua.get_rank(), 0
+        self.rank, self.step, self.losses = bagua.get_rank(), 0, losses
         self.model = make()
         self.optimizer = make_optimizer(self.model.parameters())
         self.wrapped = (WRAPS[wrap] if isinstance(wrap, str) else wrap)(self.model, self.optimizer, **options)
@@ -83,7 +85,7 @@ class Loop:
     def loss(self) -> torch.Tensor:
         """That of this rank in the next step, which is counted."""
         self.step += 1
-        return loss_of(self.wrapped, self.rank, self.step - 1)
+        return self.losses(self.wrapped, self.rank, self.step - 1)
 
     def backward(self) -> None:
         self.loss().backward()  # type: ignore[no-untyped-call]
@@ -97,8 +99,10 @@ class Loop:
 
     def train(self, steps: int = 1) -> State:
         """So many steps; the weights after them."""
-        train_steps(self.wrapped, self.optimizer, self.rank, range(self.step, self.step + steps))
-        self.step += steps
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.backward()
+            self.optimizer.step()
         return snapshot(self.model)
 
 

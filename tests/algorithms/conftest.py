@@ -1,0 +1,12 @@
+"""Where contracts of algorithms are tested."""
+
+from __future__ import annotations
+
+import pytest
+
+from bagua.testing import RankPool
+
+
+@pytest.fixture
+def pool(thread_pool: RankPool) -> RankPool:
+    return thread_pool
