@@ -38,6 +38,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 #: Ranks of each pool: what the largest test needs.
 _SIZE = 6
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
+#: Fixtures whose ranks are those of one transport.
+_POOLS = {"threads": "thread_pool", "gloo": "process_pool", "shm": "shm_pool"}
 _WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
 
 
@@ -66,6 +68,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [name for name in _WITH_SEVERAL_RANKS if name in _chosen(metafunc.config)]
         parameters = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in names]
         metafunc.parametrize("rank_pool", parameters, indirect=True, scope="session")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A test that asks for the ranks of one transport is one of that transport."""
+    for transport, pool in _POOLS.items():
+        if pool in getattr(item, "fixturenames", ()):
+            item.add_marker(transport)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -60,7 +60,6 @@ def algorithm(request):
     return request.param
 
 
-@pytest.mark.threads
 class TestRegisteredAlgorithm(AlgorithmContract):
     #: The test of host layouts trains with four ranks.
     sizes = (1, 2, 3)
@@ -71,7 +70,6 @@ def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[
     return [function(*arguments) for arguments in calls]
 
 
-@pytest.mark.gloo
 def test_training_resumes_bit_exactly_in_new_processes(process_ranks):
     """Each run has processes of its own; only what was saved passes from one to the next."""
     algorithms = [*SYNCHRONOUS, Rounded(), DelayedGossip(), LocalSgd(), WarmsUp()]

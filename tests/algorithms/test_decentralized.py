@@ -20,8 +20,6 @@ from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, sn
 from tests.parallel.wrapping import on_ranks
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, Made, graph
 
-pytestmark = pytest.mark.threads
-
 STEPS = 6
 Matrix = torch.Tensor
 

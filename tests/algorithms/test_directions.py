@@ -32,8 +32,6 @@ from tests.contract.algorithms import train as train_small
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def nothing(_: int, flats: Flats) -> torch.Tensor:
     """The mutant that does not communicate."""

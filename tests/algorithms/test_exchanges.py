@@ -206,7 +206,6 @@ def test_expectations_follow_from_the_exchanges():
 # Contract: examples of families that the engine knows nothing of.
 
 
-@pytest.mark.threads
 class TestComposed(AlgorithmContract):
     sizes = (2, 3)
 
@@ -244,7 +243,6 @@ def train_for(algorithm: Algorithm | str, steps: int, **options: Any) -> Snapsho
     return loop_of(algorithm, of_this_rank, **options).train(steps)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "make",
     [
@@ -277,7 +275,6 @@ def train_beside(algorithm: Algorithm, data: int) -> Snapshot:
     return loop.train(9)
 
 
-@pytest.mark.threads
 def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
     """With the exact mean in each gossip step."""
     ranks = Replicas(2)
@@ -306,7 +303,6 @@ class Halves(nn.Module):
         return self.second(hidden) if number % 2 == 0 else hidden
 
 
-@pytest.mark.threads
 def test_buffers_go_all_at_once_unless_told_otherwise(thread_ranks):
     exchange = Exchange(Buffers(), Every(2), Mean(), Replace())
     assert exchange == dataclasses.replace(exchange, parts=Parts(1, "strided"))
@@ -320,7 +316,6 @@ def test_buffers_go_all_at_once_unless_told_otherwise(thread_ranks):
     assert mean == same
 
 
-@pytest.mark.threads
 def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
     def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
         return model(torch.full((2, 8), 1.0 + rank), number).square().mean()
@@ -341,7 +336,6 @@ def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
         assert_close(state, snapshot(expected))
 
 
-@pytest.mark.threads
 def test_a_safe_point_comes_once_in_each_step(thread_ranks):
     """At the first training forward, whatever others follow before the step is over."""
 
@@ -389,7 +383,6 @@ class Look(Then):
         assert flight.bucket.gradients is not None
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -425,7 +418,6 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
     return ends
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -444,7 +436,6 @@ def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
             assert_same_on_all_ranks([ends[0], end])
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("how", [Mean(), Mean(ErrorFeedback(BYTES))], ids=["exact", "residuals"])
 def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
     exchange = dataclasses.replace(STREAMING.exchanges()[0], how=how)
@@ -465,7 +456,6 @@ def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
 # What is remembered.
 
 
-@pytest.mark.threads
 def test_what_starts_from_weights_starts_from_those_that_training_begins_with(thread_ranks):
     """Buckets that the user wants are formed before rank 0's weights have come."""
 
@@ -521,7 +511,6 @@ class LateDiLoCo(Algorithm):
         return (gradients(),) if phase == "warm-up" else DILOCO.exchanges()
 
 
-@pytest.mark.threads
 def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_anew(thread_ranks):
     """Steps 9 and 13 are outer ones; the anchor of the first is what the warm-up ended with."""
     ranks = Anchored(2, nesterov)
@@ -545,7 +534,6 @@ class LossyThenOuter(LateDiLoCo):
         return (gradients(Mean(ErrorFeedback(BYTES))),) if phase == "warm-up" else DILOCO.exchanges()
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_what_an_earlier_phase_remembers_is_no_anchor():
     loop = loop_of(LossyThenOuter(), rate=0.0)
@@ -572,7 +560,6 @@ def step_anchors(outer: torch.optim.Optimizer, ranks: Replicas) -> None:
             torch._foreach_copy_(parameters, anchors)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("kind", "options", "first", "later"),
     [
@@ -608,7 +595,6 @@ def test_no_layer_loses_its_anchor_when_others_are_frozen_or_unfrozen(thread_ran
     ranks.assert_equals(thread_ranks(2, train))
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_what_has_yet_to_start_from_weights_is_not_saved():
     loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
@@ -625,7 +611,6 @@ def test_what_goes_on_between_steps_cannot_be_put_inside():
         around("async", outer).reify(bagua.comm.solo_group())
 
 
-@pytest.mark.threads
 def test_shared_state_first_makes_weights_equal(thread_ranks):
     def train() -> tuple[Snapshot, str]:
         loop = Loop("data_parallel", of_this_rank, plain_sgd, algorithm=DILOCO, init_sync=False)
@@ -637,7 +622,6 @@ def test_shared_state_first_makes_weights_equal(thread_ranks):
     assert digest == other
 
 
-@pytest.mark.threads
 def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(thread_ranks):
     """Each rank steps its anchor with the mean of its own difference and those of its neighbours on a ring."""
     ranks = Replicas(4)
@@ -660,7 +644,6 @@ def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(th
     ranks.assert_equals(thread_ranks(4, train))
 
 
-@pytest.mark.threads
 def test_an_eager_step_remembers_what_others_bring_for_buckets_too(thread_ranks):
     """The memory of a flight is that of the next one there."""
     then = EagerStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9))
@@ -673,7 +656,6 @@ def test_an_eager_step_remembers_what_others_bring_for_buckets_too(thread_ranks)
         assert_close(by_arrival, as_whole)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd", warmup_steps=0)]
 )
@@ -696,7 +678,6 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
     assert first == second
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_exchange_is_made_and_checked_anew_in_each_step(thread_ranks, monkeypatch, size):
     made, own = [], Exchange.__post_init__
@@ -714,7 +695,6 @@ def test_no_exchange_is_made_and_checked_anew_in_each_step(thread_ranks, monkeyp
     assert made
 
 
-@pytest.mark.threads
 def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks, monkeypatch):
     """The outer mean waits until three more gradients were exchanged: on one connection that would be for ever."""
     done = [threading.Event(), threading.Event()]
@@ -758,7 +738,6 @@ class InTurn(Mean):
         group.global_communicator.allreduce(flight.flat)
 
 
-@pytest.mark.threads
 def test_over_a_network_buckets_take_turns_on_two_lanes(thread_ranks, monkeypatch):
     monkeypatch.setattr(MemoryTransport, "overlaps", True)
     monkeypatch.setattr(InTurn, "begun", [threading.Event(), threading.Event()], raising=False)
@@ -777,7 +756,6 @@ class OnItsOwn(InTurn):
         group.global_communicator.allreduce(flight.flat)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("how", "overlaps", "bucket_bytes", "more"),
     [(InTurn(), True, 1000, 1), (InTurn(), False, 1000, 0), (InTurn(), True, 10**6, 0), (OnItsOwn(), True, 1000, 0)],
@@ -794,7 +772,6 @@ def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypat
     assert thread_ranks(2, train) == [more, more]
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_ranks_with_other_exchanges_are_told_apart_before_the_first_one():
     model = mlp()

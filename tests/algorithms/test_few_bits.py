@@ -53,8 +53,6 @@ from tests.algorithms.stacked import (
 )
 from tests.harness import State, assert_close, assert_same_on_all_ranks, sgd
 
-pytestmark = pytest.mark.threads
-
 
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)

@@ -27,7 +27,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import Loop, on_ranks
 
-pytestmark = pytest.mark.threads
 BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
 
 

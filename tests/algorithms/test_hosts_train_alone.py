@@ -33,8 +33,6 @@ from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 
-pytestmark = pytest.mark.threads
-
 STEPS = 13
 INNER = "gradient_allreduce"
 OUTER = {"outer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 
-import pytest
 import torch
 from torch import nn
 
@@ -45,7 +44,6 @@ def train() -> list[State]:
     return watched
 
 
-@pytest.mark.threads
 def test_diloco_around_adam_is_that_of_the_paper_in_every_step(thread_ranks):
     """Adam's moments, its weight decay and its schedule stay each rank's own, and go on across outer steps."""
     watched = thread_ranks(RANKS, train)

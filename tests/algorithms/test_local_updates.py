@@ -61,7 +61,6 @@ SGD = Outer(torch.optim.SGD, lr=0.5)
 MUON = needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
 
 
-@pytest.mark.threads
 class TestLocalUpdates(AlgorithmContract):
     sizes = (2, 3)
 
@@ -84,7 +83,6 @@ class TestLocalUpdates(AlgorithmContract):
     test_one_rank_alone_trains_as_without_bagua = None
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -134,7 +132,6 @@ def mean_of(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
 # Special cases of each other.
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -156,7 +153,6 @@ def test_special_cases_are_equal(thread_ranks, one, other):
 # Against the papers.
 
 
-@pytest.mark.threads
 def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_ranks):
     beta, alpha, every = 0.5, 0.8, 3
 
@@ -180,7 +176,6 @@ def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_rank
     replicas.assert_equals(thread_ranks(2, train_on_a_schedule))
 
 
-@pytest.mark.threads
 def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(thread_ranks):
     """It exchanges in its next forward pass, when its schedule has gone on."""
 
@@ -238,7 +233,6 @@ def train_halves(algorithm: Algorithm, names: Sequence[str], *, whole: bool) -> 
     return snapshot(model)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("whole", [True, False], ids=["one optimizer", "two optimizers"])
 @pytest.mark.parametrize(
     "algorithm",
@@ -262,7 +256,6 @@ def test_parameter_groups_of_other_rates_train_as_each_would_alone(thread_ranks,
             assert_close({key: value for key, value in both.items() if key.startswith(name)}, one)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("loaded_after", range(5, 10))
 @pytest.mark.parametrize(
     "algorithm",
@@ -336,7 +329,6 @@ class Streaming:
                     named[name].copy_(self.keep * named[name] + (1 - self.keep) * self.anchor[name])
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("mix", ["blend", "add"])
 @pytest.mark.parametrize(
     ("size", "every", "fragments", "overlap"), [(2, 6, 3, 2), (2, 5, 2, 4), (2, 4, 1, 0), (1, 4, 1, 0), (1, 3, 1, 1)]
@@ -353,7 +345,6 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, size, every, f
         expected.replicas.assert_equals([states[t - 1] for states in watched])
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("line_numel", [16, 16 * 12, 10**6], ids=["nearly all fused", "a part", "none"])
 @pytest.mark.parametrize(
     "options",
@@ -397,7 +388,6 @@ def outer_step_alone(algorithm: Algorithm, value: float) -> State:
     return snapshot(model)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("value", [0.5, 1e25, float("inf"), float("nan")])
 def test_one_rank_subtracts_and_steps_in_one_pass(thread_ranks, monkeypatch, value):
     """With the same result bit by bit, also where squares overflow, and where a result is dropped."""
@@ -413,7 +403,6 @@ def test_one_rank_subtracts_and_steps_in_one_pass(thread_ranks, monkeypatch, val
     torch.testing.assert_close(state, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_outer_sgd_steps_an_anchor_of_16_bits(thread_ranks, dtype):
     """The fused SGD of torch 2.13 leaves it as it is."""
@@ -449,7 +438,6 @@ class MadeTensors(TorchDispatchMode):
         return made
 
 
-@pytest.mark.threads
 def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
     def made_in_an_outer_step(dtype: torch.dtype) -> list[str]:
         diloco = DiLoCoAlgorithm(1, anchor_dtype="weights")
@@ -466,7 +454,6 @@ def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypa
     assert thread_ranks(1, made_in_an_outer_step, torch.bfloat16) == [[]]
 
 
-@pytest.mark.gloo
 def test_post_local_sgd_of_torch_is_local_sgd(process_ranks):
     for ours, of_torch in process_ranks(2, both_post_local_sgd):
         assert_close(ours, of_torch)
@@ -506,7 +493,6 @@ def train_with_nan(algorithm: Algorithm, *, settle: bool = False, then: int = 0)
     return before, snapshot(loop.model), loop.train(then)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", [SlowMoAlgorithm(4), DiLoCoAlgorithm(4)], ids=["slowmo", "diloco"])
 def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ranks, algorithm):
     (_, well, end), (anchor, diverged, same) = thread_ranks(2, functools.partial(train_with_nan, then=4), algorithm)
@@ -537,7 +523,6 @@ def train_with_gaps(algorithm: Algorithm, *, spoilt: int | None = None) -> State
     return snapshot(loop.model)
 
 
-@pytest.mark.threads
 def test_a_dropped_result_leaves_a_rank_alone_whose_weights_are_finite(thread_ranks, uncleared_memory, caplog):
     alone = thread_ranks(2, train_with_gaps, LocalSGDAlgorithm(100))
     well, _ = thread_ranks(2, functools.partial(train_with_gaps, spoilt=1), DiLoCoAlgorithm(2))
@@ -545,7 +530,6 @@ def test_a_dropped_result_leaves_a_rank_alone_whose_weights_are_finite(thread_ra
     assert "weights that are not finite on rank 1" in caplog.text
 
 
-@pytest.mark.threads
 def test_weights_are_blended_whatever_lies_between_them(thread_ranks, uncleared_memory):
     alone = thread_ranks(2, train_with_gaps, LocalSGDAlgorithm(100))
     exchange = Exchange(Weights(), Every(2), Mean(), Blend(0.5), parts=Parts(1, "strided"))
@@ -553,7 +537,6 @@ def test_weights_are_blended_whatever_lies_between_them(thread_ranks, uncleared_
         assert_close(state, {name: (one + mean_of(alone, name)) / 2 for name, one in own.items()})
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
@@ -574,7 +557,6 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
     thread_ranks(2, wrap)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
 def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
     expected = Anchored(2, functools.partial(kind, lr=0.1), make_optimizer=optimizer_of)
@@ -598,7 +580,6 @@ class Halting(torch.optim.SGD):
         raise RuntimeError("out of memory")
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": 1, "blend": 0.5}, {"eager": True}], ids=["plain", "blend", "eager"]
 )
@@ -614,7 +595,6 @@ def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(monkeypatc
         loop.wrapped.bagua_state_dict()
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [SlowMoAlgorithm(2), SparseLoCoAlgorithm(2, start_after=0), DiLoCoAlgorithm(2, overlap=1, mix="add")],
@@ -648,7 +628,6 @@ def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_rank
     thread_ranks(1, train_interrupted)
 
 
-@pytest.mark.threads
 def test_slow_momentum_needs_a_learning_rate(thread_ranks):
     """The error comes before anything has changed."""
 
@@ -686,7 +665,6 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(rows)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), Algorithm.init("decentralized")],
@@ -711,7 +689,6 @@ def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks,
         assert_same_on_all_ranks(states)
 
 
-@pytest.mark.threads
 @pytest.mark.filterwarnings("ignore")  # Torch warns of create_graph, and of reentrant checkpoints.
 @on_ranks(2, assert_same_on_all_ranks)
 def test_every_pass_that_brings_a_gradient_is_one_step() -> State:
@@ -733,7 +710,6 @@ def test_every_pass_that_brings_a_gradient_is_one_step() -> State:
     return snapshot(loop.model)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [SlowMoAlgorithm(4), DiLoCoAlgorithm(4), DiLoCoAlgorithm(4, eager=True)],
@@ -747,7 +723,6 @@ def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algori
     assert all(torch.isfinite(value).all() for value in well.values())
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("every", [1, 4])
 def test_who_spoils_a_mean_of_weights_is_named_on_all_ranks(thread_ranks, caplog, every):
     (_, first, _), (_, spoilt, _), (_, third, _) = thread_ranks(3, train_with_nan, LocalSGDAlgorithm(every))
@@ -831,7 +806,6 @@ class Eager(Replicas):
         self.rows, self.last = self.anchors.detach(), now
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
     """The closing exchange takes in what is left of the last period: here without a momentum of it."""
@@ -852,7 +826,6 @@ def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
 # The end.
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -881,7 +854,6 @@ def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algori
         assert_same_on_all_ranks(later)  # The twelfth step is one with an exchange.
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
     [LocalSGDAlgorithm(4), DiLoCoAlgorithm(4, fragments=2, overlap=3), DiLoCoAlgorithm(4, eager=True)],
@@ -909,7 +881,6 @@ def normalized() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
 
 
-@pytest.mark.threads
 def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
     def train_normalized(average_buffers: bool) -> list[State]:
         loop, watched = loop_of(DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers), normalized), []
@@ -936,7 +907,6 @@ def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
 # Checkpoints.
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
     """From the anchor and the momentum of the last outer step, and the weights of the rank that saved."""
@@ -1008,7 +978,6 @@ def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) 
     return (live_bytes() - before) / size
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "steps", "expected"),
     [
@@ -1029,7 +998,6 @@ def test_nothing_is_kept_but_the_anchor_the_outer_state_and_memory_for_flights(
     assert found == pytest.approx(expected, abs=0.2)
 
 
-@pytest.mark.threads
 def test_the_anchor_may_be_kept_narrow_or_on_the_host(thread_ranks):
     plain = thread_ranks(2, train, DiLoCoAlgorithm(4))
     hosted = thread_ranks(2, train, DiLoCoAlgorithm(4, anchor_device="cpu", anchor_dtype="weights"))

@@ -40,8 +40,6 @@ from tests.contract.algorithms import INF_STEP, STEPS, AlgorithmContract, train_
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 Formula = Callable[[Layout], Combine]
 
 #: Each algorithm, and its formula for a layout of buckets.

@@ -27,8 +27,6 @@ from tests.algorithms.stacked import (
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, snapshot
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 BLOCK, BETA1, BETA2, EPS, LR = 16, 0.9, 0.99, 1e-3, 0.003
 
 

@@ -82,7 +82,6 @@ def test_the_cases_hold_every_legal_pair_of_values():
     assert len(cover()) < len(held) / 4
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("case", cover(), ids=str)
 def test_every_pair_of_fields_is_what_it_is_on_stacked_tensors(thread_ranks, case):
     skips = SKIPPED if case.algorithm.ranks_differ else frozenset()
@@ -108,7 +107,6 @@ OUTER = [
 ]
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("inner", INNER, ids=str)
 @pytest.mark.parametrize("outer", OUTER, ids=str)
 def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, inner, outer):
@@ -124,7 +122,6 @@ def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, in
     assert largest_difference(ended, mutated.run(outer.steps)) > 1e-9
 
 
-@pytest.mark.threads
 def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
     """The same on all ranks, when the value is made or the model is wrapped; and by the rule that says why."""
     for case in cases_of():

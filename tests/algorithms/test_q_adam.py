@@ -28,8 +28,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import Loop, on_ranks
 
-pytestmark = pytest.mark.threads
-
 LR, WARMUP, BETA1, BETA2, EPS, DECAY = 0.01, 3, 0.8, 0.9, 0.01, 0.1
 STEPS = 10
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,8 +9,6 @@ import bagua.comm
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import with_bagua
 from tests.harness import seeded
-
-pytestmark = pytest.mark.threads
 
 RANKS, CLASSES, SIDE = 2, 10, 8
 WARMUP, STEPS, LR = 40, 160, 1e-3

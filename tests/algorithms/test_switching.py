@@ -22,8 +22,6 @@ from tests.harness import (
     train_steps,
 )
 
-pytestmark = pytest.mark.threads
-
 STEPS = 3
 
 

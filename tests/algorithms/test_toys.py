@@ -21,8 +21,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import Loop
 
-pytestmark = pytest.mark.threads
-
 
 @pytest.fixture
 def pool(thread_pool):

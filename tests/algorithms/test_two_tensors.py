@@ -19,7 +19,6 @@ from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract
 from tests.topologies import DRAWN_PAIRS
 
-pytestmark = pytest.mark.threads
 SIZE, RATE = 4, 0.1
 
 

@@ -281,7 +281,6 @@ def _load_between_steps(ranks: tuple[int, ...]) -> str:
     return f"step {state.step}"
 
 
-@pytest.mark.threads
 def test_a_state_may_be_loaded_between_steps_on_all_ranks_only(thread_ranks):
     assert thread_ranks(2, _load_between_steps, (0, 1)) == ["step 2", "step 2"]
     loaded, other = thread_ranks(2, _load_between_steps, (0,))

@@ -85,7 +85,6 @@ def of_shards() -> dict[str, str]:
     return answers(registry, enter, ("start_after", 0))
 
 
-@pytest.mark.gloo
 def test_weights_of_shards(process_ranks: Any) -> None:
     said = {name: cells[2] for name, cells in table().items()}
     assert process_ranks(2, of_shards) == [said, said]

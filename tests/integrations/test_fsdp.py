@@ -26,8 +26,6 @@ from bagua.parallel import with_bagua
 from tests.harness import State, batch, seeded
 from tests.versions import TORCH
 
-pytestmark = pytest.mark.gloo
-
 STEPS = 9
 SHARDS = 2
 

@@ -31,8 +31,6 @@ from tests.integrations.test_fsdp import (
     whole,
 )
 
-pytestmark = pytest.mark.gloo
-
 PERIOD = 2
 ALGORITHM = DiLoCoAlgorithm(PERIOD, outer_lr=0.7, outer_momentum=0.5)
 #: Nobody is given up for being slow: this machine may be busy.

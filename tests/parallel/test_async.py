@@ -44,8 +44,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
 #: Between two steps of ranks that train until something happens: it takes them little of the processor.

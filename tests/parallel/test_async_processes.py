@@ -38,12 +38,10 @@ def _train_and_abort() -> State:
     return snapshot(model)
 
 
-@pytest.mark.gloo
 def test_models_are_equal_after_abort_on_gloo(process_ranks):
     assert_same_on_all_ranks(process_ranks(3, _train_and_abort))
 
 
-@pytest.mark.shm
 def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
     assert_same_on_all_ranks(shm_pool.run(_train_and_abort, size=2))
 
@@ -69,7 +67,6 @@ def _abort_in_a_child() -> int:
     return os.waitstatus_to_exitcode(ended)
 
 
-@pytest.mark.gloo
 def test_a_forked_child_does_not_wait_for_the_end(process_ranks):
     assert process_ranks(2, _abort_in_a_child) == [0, 0]
 
@@ -89,7 +86,6 @@ def _train_until_killed() -> tuple[int, ...]:
     return caught.value.peers
 
 
-@pytest.mark.gloo
 def test_a_killed_process_is_named_by_the_others(process_pool):
     outcomes = process_pool.outcomes(_train_until_killed, size=3)
     assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [(1,)] * 2, outcomes
@@ -109,7 +105,6 @@ def _interrupt_abort() -> State:
     return snapshot(model)
 
 
-@pytest.mark.gloo
 def test_ctrl_c_ends_the_wait_in_abort(process_ranks):
     assert_same_on_all_ranks(process_ranks(2, _interrupt_abort))
 

@@ -29,8 +29,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
 SIZES = [1, 1024, 2048]
 
@@ -314,6 +312,5 @@ def tune_on_processes() -> Setting:
     return setting_of(wrapped)
 
 
-@pytest.mark.gloo
 def test_processes_tune_through_their_store(process_ranks):
     assert process_ranks(3, tune_on_processes, hosts=[2, 1]) == [Setting(1024, True)] * 3

@@ -14,8 +14,6 @@ from bagua.algorithms import Algorithm, LocalSGDAlgorithm
 from bagua.parallel import allreduce_parameters, with_bagua
 from tests.harness import State, assert_same_on_all_ranks, seeded
 
-pytestmark = pytest.mark.threads
-
 LOWEST = torch.finfo(torch.float32).min
 
 

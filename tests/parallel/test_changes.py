@@ -16,8 +16,6 @@ from tests.contract.algorithms import optimizer_maker
 from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, snapshot, train_steps
 from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
-
 ALGORITHMS = [name for name in sorted(registry) if not Algorithm.init(name).in_background]
 #: Options that have each algorithm do what it does at once.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -133,7 +133,6 @@ def test_dropped_models_that_were_averaged_leave_nothing_behind(ranks):
     assert_nothing_is_left(ranks(2, wrap_and_drop_many, 4, ("async",), 1, deadline_s=120.0))
 
 
-@pytest.mark.threads
 def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(thread_ranks):
     """With a lag, the last exchange of a rank is under way when it drops its model."""
     dropped = threading.Event()
@@ -155,7 +154,6 @@ def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(thread_ranks):
     thread_ranks(2, train)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("end", ["destroy", "drop"])
 def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_ranks, end):
     dropped = threading.Event()
@@ -180,7 +178,6 @@ def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_r
     thread_ranks(2, train)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
 def test_a_model_that_failed_can_be_dropped_like_any_other(thread_ranks, algorithm):
     """The error knows the frames of the loop that it came through, and these know the model."""
@@ -229,7 +226,6 @@ class Belonging:
         self.closed.set()
 
 
-@pytest.mark.threads
 def test_the_thread_that_closes_ends_with_the_last_owner():
     closer = _Closer()
     owners, belongings = [Owner(), Owner()], [Belonging(), Belonging()]
@@ -250,7 +246,6 @@ def test_the_thread_that_closes_ends_with_the_last_owner():
     assert belongings[1].closed.is_set()
 
 
-@pytest.mark.threads
 def test_what_cannot_be_looked_at_is_closed_all_the_same(caplog):
     closer = _Closer()
     owner, belonging = Owner(), Belonging()
@@ -264,7 +259,6 @@ def test_what_cannot_be_looked_at_is_closed_all_the_same(caplog):
     assert "AttributeError" in caplog.text
 
 
-@pytest.mark.threads
 def test_a_forked_child_closes_nothing_of_its_parent():
     closer = _Closer()
     of_parent, of_child = Owner(), Owner()
@@ -292,7 +286,6 @@ def test_a_forked_child_closes_nothing_of_its_parent():
     assert not belongings[0].closed.is_set()
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
     def train() -> None:
@@ -311,7 +304,6 @@ def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
     thread_ranks(size, train)
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_a_finalizer_takes_no_lock():
     """It may run between any two instructions, also where its own thread holds one."""
@@ -330,7 +322,6 @@ def test_a_finalizer_takes_no_lock():
     assert len(parent._descendants) == 0
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("wrap", [*WRAPS, "overlapping"])
 def test_a_closed_model_trains_on_alone(thread_ranks, wrap):
     """Like a plain one, on each rank with its own data."""
@@ -354,7 +345,6 @@ def test_a_closed_model_trains_on_alone(thread_ranks, wrap):
         assert_same_on_all_ranks([plain, closed])
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("name", sorted(set(registry)))
 def test_every_algorithm_can_be_closed_and_begun_anew(thread_ranks, name):
     """Wrapping a closed model is a first time: it starts from rank 0, not from the mean."""
@@ -376,7 +366,6 @@ def test_every_algorithm_can_be_closed_and_begun_anew(thread_ranks, name):
     assert_same_on_all_ranks([results[0][0], *(anew for _, anew in results)])
 
 
-@pytest.mark.threads
 @on_ranks(3)
 def test_a_decentralized_model_can_be_closed():
     model = wrap_decentralized()
@@ -389,7 +378,6 @@ def test_a_decentralized_model_can_be_closed():
     model.bagua_state_dict()
 
 
-@pytest.mark.threads
 def test_buffers_are_not_broadcast_any_more(thread_ranks):
     def train() -> float:
         loop = Loop("data_parallel", lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
@@ -403,7 +391,6 @@ def test_buffers_are_not_broadcast_any_more(thread_ranks):
     assert first != second
 
 
-@pytest.mark.threads
 @on_ranks(2, assert_same_on_all_ranks)
 def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again() -> State:
     loop = Loop(ModelSwitchWrapper)
@@ -415,7 +402,6 @@ def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again() -> State:
     return alone if loop.rank == 0 else snapshot(loop.model)
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_an_error_in_the_block_closes_the_model_and_tells_the_others():
     loop = Loop("with_bagua")

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,8 +22,6 @@ from tests.harness import (
     train_steps,
 )
 from tests.parallel.wrapping import WRAPS
-
-pytestmark = pytest.mark.gloo
 
 
 class OwnForward(nn.Module):

@@ -27,8 +27,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import Loop, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def test_it_takes_every_argument_of_torch_in_the_same_order():
     theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)

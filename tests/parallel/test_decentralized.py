@@ -11,7 +11,6 @@ from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, snaps
 from tests.parallel.decentralized_simulation import OPTIMIZERS, Simulation, halving, momentum, train, wrap
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 
-pytestmark = pytest.mark.threads
 STEPS = 7
 
 

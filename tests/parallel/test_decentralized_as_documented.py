@@ -29,14 +29,12 @@ from tests.parallel.wrapping import on_ranks
     ],
     ids=str,
 )
-@pytest.mark.threads
 def test_hosts_are_those_of_the_launcher(thread_ranks, monkeypatch, said, asked, expected):
     monkeypatch.setattr(env, "get_local_world_size", lambda: said[this_rank.get().rank])
     found = thread_ranks(4, lambda: nodes_for(bagua.comm.get_default_group(), asked), hosts=[3, 1])
     assert found == [expected] * 4
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(("before", "between", "steps"), [(False, True, False), (True, False, True)])
 @on_ranks(2)
 def test_accumulation_is_asked_for_in_the_backward_pass(before, between, steps):
@@ -68,7 +66,6 @@ def test_torch_alone_is_enough(tmp_path):
     assert ProcessRanks(2, backend=None).run(wrap_with_torch_alone, str(tmp_path)) == [True, True]
 
 
-@pytest.mark.threads
 @on_ranks(4, hosts=[2, 2])
 def test_ranks_that_ask_for_other_hosts_are_told():
     asked = None if this_rank.get().rank == 0 else 1

@@ -20,8 +20,6 @@ from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, 
 from tests.parallel.wrapping import on_ranks
 from tests.topologies import Made
 
-pytestmark = pytest.mark.threads
-
 
 @pytest.mark.parametrize(
     ("options", "message"),

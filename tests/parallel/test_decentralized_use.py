@@ -20,8 +20,6 @@ from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halv
 from tests.parallel.wrapping import on_ranks
 from tests.topologies import UNEVEN_EDGES
 
-pytestmark = pytest.mark.threads
-
 
 def test_it_is_where_the_documentation_says():
     assert DocumentedPath is DecentralizedDataParallel

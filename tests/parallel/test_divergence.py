@@ -23,8 +23,6 @@ from bagua.primitives import differ_by_rounding, quick_digest
 from tests.harness import mlp, seeded, sgd, snapshot, train_steps
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 DILOCO = Algorithm.init("diloco", sync_every=2, fragments=1)
 Mistake = Callable[[torch.nn.Module, torch.optim.Optimizer, int], None]
 

@@ -16,8 +16,6 @@ from bagua.parallel import BaguaModule, with_bagua
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 
-pytestmark = pytest.mark.threads
-
 NAMES = list(registry)
 #: What they send is made by an optimizer: all ranks are told so at once.
 NEED_OPTIMIZERS = ("low_precision_decentralized", "qadam", "one_bit_adam", "one_bit_lamb", "dion")

@@ -174,7 +174,6 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 NAMES = [f"{number} {end.__name__}" for number, (end, _, _) in enumerate(TALES)]
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(("end", "algorithm", "expected"), TALES, ids=NAMES)
 def test_a_run_that_ends_apart_says_so_once(thread_ranks, end, algorithm, expected, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
@@ -186,7 +185,6 @@ def test_a_run_that_ends_apart_says_so_once(thread_ranks, end, algorithm, expect
     assert [one[: len(expected)] for one in told(caplog)] == [expected] * bool(expected)
 
 
-@pytest.mark.threads
 def test_one_rank_says_nothing(thread_ranks, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
         thread_ranks(1, closed, SILENT)

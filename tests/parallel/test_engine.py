@@ -18,8 +18,6 @@ from tests.harness import State, assert_same_on_all_ranks, mlp, seeded, sgd, sna
 from tests.parallel.test_gradients import Branches, branch_loss
 from tests.parallel.wrapping import Loop, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 @on_ranks(2)
 def test_models_that_share_some_parameters_cannot_both_be_wrapped():

@@ -36,7 +36,6 @@ def _train(wrap: str, optimizer: str, options: dict[str, Any]) -> dict[str, torc
     return snapshot(model)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_way_in_trains_on_the_mean_of_all_gradients(thread_ranks, wrap, size):
@@ -45,7 +44,6 @@ def test_every_way_in_trains_on_the_mean_of_all_gradients(thread_ranks, wrap, si
     assert_close(states[0], reference(mlp(), sgd, size, STEPS))
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("delay_reduce", [False, True])
 @pytest.mark.parametrize("fusion", [False, True])
@@ -69,7 +67,6 @@ def _train_both_every_way() -> dict[str, tuple[dict[str, torch.Tensor], dict[str
     return results
 
 
-@pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_agree_bitwise_and_equal_torch_ddp(process_ranks, size):
     results = process_ranks(size, _train_both_every_way)
@@ -80,7 +77,6 @@ def test_processes_agree_bitwise_and_equal_torch_ddp(process_ranks, size):
             assert_close(*result[way])
 
 
-@pytest.mark.threads
 def test_the_equality_tests_notice_an_exchange_that_does_nothing(thread_ranks, monkeypatch):
     monkeypatch.setattr(Mean, "run", lambda self, flight, group: None)
     monkeypatch.setattr(EqualityCheck, "concerns", lambda *_: False)  # Otherwise bagua notices it.
@@ -106,7 +102,6 @@ def _first_gradients(delay_reduce: bool) -> dict[str, torch.Tensor]:
     return first[0]
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("delay_reduce", [False, True])
 def test_the_first_step_computes_what_every_other_step_computes(thread_ranks, delay_reduce):
     assert_same_on_all_ranks(thread_ranks(3, _first_gradients, delay_reduce))

@@ -34,8 +34,6 @@ from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
 from tests.parallel.wrapping import WRAPS, Loop, Wrap, on_ranks
 
-pytestmark = pytest.mark.threads
-
 #: One bucket: nothing is exchanged before the last gradient is there.
 ONE_BUCKET_BYTES = 10**9
 FAILS_IN = 2

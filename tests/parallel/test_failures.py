@@ -45,7 +45,6 @@ def _raise(gradient: torch.Tensor) -> None:
     raise CodecError("user's hook")
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
 )
@@ -62,7 +61,6 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(wrap, delay_reduce
         loop.train()
 
 
-@pytest.mark.threads
 def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
     def train() -> None:
         loop = Loop()
@@ -79,7 +77,6 @@ def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
         thread_ranks(2, train)
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew():
     """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
@@ -92,7 +89,6 @@ def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew
     Loop().train(3)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.usefixtures("fails_on_rank_0")
 @on_ranks(2, assert_same_on_all_ranks)
@@ -108,7 +104,6 @@ def test_a_model_whose_exchange_failed_can_be_wrapped_anew(wrap) -> State:
     return loop.train(1)
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_an_error_in_forward_or_loss_leaves_the_engine_usable():
     loop = Loop()
@@ -118,7 +113,6 @@ def test_an_error_in_forward_or_loss_leaves_the_engine_usable():
         loop.train()
 
 
-@pytest.mark.threads
 def test_a_parameter_that_arrives_twice_in_one_backward_is_named(thread_ranks):
     """Two reentrant checkpoints of one layer: its gradient is not complete when it arrives first."""
 
@@ -167,7 +161,6 @@ def _train_with_mishap(mishap: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
-@pytest.mark.gloo
 @pytest.mark.parametrize(("mishap", "here"), [("hook", "CodecError"), ("unused", "ConfigurationError")])
 def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_ranks, mishap, here):
     (other, seconds), (own, _) = process_ranks(2, _train_with_mishap, mishap, timeout_s=120.0)
@@ -189,12 +182,10 @@ def _train_on_after_a_mishap() -> State:
     return loop.train(3)
 
 
-@pytest.mark.gloo
 def test_processes_train_on_after_they_wrapped_anew(process_ranks):
     assert_same_on_all_ranks(process_ranks(3, _train_on_after_a_mishap, timeout_s=20.0))
 
 
-@pytest.mark.threads
 def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
     """The other one makes no step in which it would be seen to wait."""
     gave_up = threading.Event()

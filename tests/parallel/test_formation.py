@@ -34,8 +34,6 @@ from bagua.parallel import with_bagua
 from tests.harness import mlp, seeded
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def layers() -> nn.Sequential:
     with seeded():

@@ -25,8 +25,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import WRAPS, Loop, assert_trained, by_bagua_init, by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 class Branches(nn.Module):
     """Uses ``left`` or ``right``, as its caller says; ``never`` is never used."""

@@ -9,8 +9,6 @@ import bagua.comm
 from tests.harness import assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.wrapping import by_bagua_init
 
-pytestmark = pytest.mark.threads
-
 
 def _train(intra_comm_root_rank: int = 0) -> tuple[dict[str, torch.Tensor], int]:
     rank = bagua.comm.get_rank()

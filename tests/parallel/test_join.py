@@ -16,8 +16,6 @@ from tests.contract.algorithms import optimizer_maker
 from tests.harness import loss_of, mlp, sgd
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 ONE_BUCKET_BYTES = 10**9
 RANKS = 3
 #: Batches of each rank.

@@ -16,7 +16,6 @@ from bagua.parallel.module import with_bagua
 from tests.harness import loss_of, mlp, sgd, train_steps
 
 
-@pytest.mark.threads
 def test_warnings_come_at_growing_intervals():
     now = 0.0
     wait, times = LongWait(lambda: now), []
@@ -50,7 +49,6 @@ def heard(monkeypatch):
     logging.getLogger("bagua").removeHandler(handler)
 
 
-@pytest.mark.threads
 def test_who_waits_in_a_step_says_for_whom_where_and_where_the_other_is(thread_ranks, heard):
     def train() -> None:
         rank, model = bagua.comm.get_rank(), mlp()
@@ -70,7 +68,6 @@ def test_who_waits_in_a_step_says_for_whom_where_and_where_the_other_is(thread_r
     assert "; rank 1 was last in #" in told
 
 
-@pytest.mark.threads
 def test_who_waits_for_others_to_start_names_them(heard):
     store = bagua.comm.thread_store()
 
@@ -120,7 +117,6 @@ def test_processes_say_it_too(ranks, rank_pool):
         assert "(2 x float32, sum)" in message
 
 
-@pytest.mark.threads
 def test_errors_name_step_bucket_and_parameters_before_calls(thread_ranks):
     def train() -> tuple[str, str]:
         rank, model = bagua.comm.get_rank(), mlp()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 
-import pytest
 import torch
 
 import bagua.comm
 from tests.harness import mlp, sgd, train_steps
 from tests.parallel.wrapping import WRAPS
-
-pytestmark = pytest.mark.gloo
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -14,8 +14,6 @@ from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, 
 from tests.parallel.test_training import frozen
 from tests.parallel.wrapping import Loop, by_bagua_init, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 @on_ranks(2)
 def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank():

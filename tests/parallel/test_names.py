@@ -15,8 +15,6 @@ from bagua.parallel import DistributedDataParallel
 from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot
 from tests.parallel.wrapping import Loop, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:

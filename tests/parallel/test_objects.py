@@ -30,8 +30,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def _trained(wrap: str) -> Loop:
     loop = Loop(wrap)

@@ -15,8 +15,6 @@ from bagua.parallel import broadcast_optimizer_state
 from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 class Around(torch.optim.Optimizer):
     """Shares groups and state with another optimizer, as Lookahead and SAM do."""

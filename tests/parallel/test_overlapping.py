@@ -20,8 +20,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import Loop, assert_trained, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def _reducer(model: torch.nn.Module, **options: object) -> Reducer:
     return Reducer(model, [], BucketType.Gradient, False, 8, False, True, bucket_bytes=1000, **options)

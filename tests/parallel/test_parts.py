@@ -135,7 +135,6 @@ def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Opt
     return optimizer
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("exchange", [broadcast_optimizer_state, allreduce_optimizer_state])
 @on_ranks(3)
 def test_optimizers_that_differ_are_named_on_every_rank(exchange):
@@ -144,14 +143,12 @@ def test_optimizers_that_differ_are_named_on_every_rank(exchange):
         exchange([_optimizer(rank, groups=1 + rank % 2)])
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_averaging_needs_the_same_state_on_all_ranks():
     with pytest.raises(CollectiveMismatchError, match="exp_avg of parameter 0"):
         allreduce_optimizer_state([_optimizer(0, steps=bagua.comm.get_rank())])
 
 
-@pytest.mark.threads
 def test_optimizer_state_is_averaged_over_ranks(thread_ranks):
     def check() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         optimizer = _optimizer(bagua.comm.get_rank())

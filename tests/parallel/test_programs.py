@@ -248,7 +248,6 @@ def _check(per_rank: list[State], program: list[Action]) -> None:
     assert_close(per_rank[0], reference.state())
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("action", sorted({*ACTIONS}))
 def test_each_action_before_and_between_steps(thread_ranks, wrap, action):
@@ -256,7 +255,6 @@ def test_each_action_before_and_between_steps(thread_ranks, wrap, action):
     _check(thread_ranks(2, _run, wrap, program), program)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_random_programs(thread_pool, wrap):
     @given(program=PROGRAMS, size=st.integers(2, 3))
@@ -271,7 +269,6 @@ def _run_all(programs: list[list[Action]]) -> list[State]:
     return [_run(list(WRAPS)[number % len(WRAPS)], program) for number, program in enumerate(programs)]
 
 
-@pytest.mark.gloo
 def test_random_programs_on_processes(process_ranks):
     dice = random.Random(0)
     programs = [[(dice.choice(ACTIONS), dice.randrange(6)) for _ in range(8)] + [("train", 0)] for _ in range(12)]

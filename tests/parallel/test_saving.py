@@ -121,7 +121,6 @@ def test_state_of_another_shape_is_refused():
         restore(new, remembered)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -197,7 +196,6 @@ def _loop_of_the_page() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("dies_after", [2, 7, 9, 11])
 @pytest.mark.parametrize(
     "algorithm",
@@ -244,7 +242,6 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
     assert begun == [dies_after // 3 * 3] * size
 
 
-@pytest.mark.threads
 @on_ranks(2)
 def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load():
     rank, model = bagua.comm.get_rank(), mlp()
@@ -259,7 +256,6 @@ def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load():
     assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", [SIGNS, "power_sgd", "decentralized", "low_precision_decentralized"], ids=str)
 def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorithm):
     first, second = thread_ranks(2, _remembered, algorithm)
@@ -270,7 +266,6 @@ def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorit
     assert {caught.value.expected, caught.value.seen} == {"rank 0 of 2", "rank 1 of 2"}
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "async"])
 def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, algorithm):
     _, second = thread_ranks(2, _remembered, algorithm)
@@ -278,7 +273,6 @@ def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, a
         assert thread_ranks(size, _load, algorithm, [second] * size) == [2] * size
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
     """What was rank 1's own begins anew on all ranks, which is said; what all had in common goes on."""

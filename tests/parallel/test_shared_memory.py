@@ -16,8 +16,6 @@ from tests.harness import assert_close, assert_same_on_all_ranks
 from tests.parallel.test_equality import _train_both_every_way
 from tests.parallel.wrapping import WRAPS
 
-pytestmark = pytest.mark.shm
-
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_agree_bitwise_and_equal_torch_ddp(shm_pool, size: int) -> None:

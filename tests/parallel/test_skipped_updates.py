@@ -18,8 +18,6 @@ from bagua.parallel import with_bagua
 from tests.harness import State, batch, loss_of, mlp, sgd, snapshot
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 STEPS = 3
 #: The rank whose gradients overflow in the last step.
 OVERFLOWS = 1

@@ -16,7 +16,6 @@ from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, 
 from tests.parallel.test_changes import ALGORITHMS, OPTIONS, optimizer_maker
 from tests.parallel.wrapping import by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
 BY_WEIGHTS = ["local_sgd", "slowmo", "diloco", "sparse_loco", "decentralized", "low_precision_decentralized"]
 STEPS = 8
 

@@ -25,8 +25,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import WRAPS, Loop, assert_trained, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def unswitched(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelSwitchWrapper:
     return ModelSwitchWrapper(model, optimizer, message_size=1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch.distributed as dist
 
 import bagua.comm
@@ -17,8 +16,6 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-
-pytestmark = pytest.mark.gloo
 
 
 def _train_on_torch_groups() -> dict[str, State]:

@@ -28,7 +28,6 @@ from tests.harness import (
 )
 from tests.parallel.wrapping import WRAPS, Loop
 
-pytestmark = pytest.mark.threads
 STEPS = 4
 
 

@@ -15,8 +15,6 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTyp
 from tests.harness import mlp, sgd
 from tests.parallel.wrapping import on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 def test_model_and_optimizer_in_the_wrong_order_are_named():
     layer = torch.nn.Linear(2, 1)

@@ -19,8 +19,6 @@ from bagua.errors import ConfigurationError
 from tests.harness import assert_same_on_all_ranks, gradients, loss_of, mlp, sgd, snapshot
 from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua, on_ranks
 
-pytestmark = pytest.mark.threads
-
 
 class Named(nn.Module):
     """Has submodules and a method with names that other libraries would take for their own."""

@@ -19,8 +19,6 @@ from bagua.primitives import (
     SumReducer,
 )
 
-pytestmark = pytest.mark.threads
-
 SIZE, CALLS, NUMEL = 3, 50, 101
 CODEC = TopK(0.1)
 

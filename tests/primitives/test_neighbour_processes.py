@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import bagua.comm
@@ -10,8 +9,6 @@ from bagua.primitives import neighbour_average
 from bagua.topology import Round, create
 from tests.primitives.test_neighbours import assert_mixed, scratch, values
 from tests.topologies import STAR
-
-pytestmark = pytest.mark.gloo
 
 
 def _start_all(rounds: list[Round]) -> list[torch.Tensor]:

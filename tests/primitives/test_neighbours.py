@@ -16,8 +16,6 @@ from bagua.primitives import DifferenceExchange, ReducerMemory, hierarchical_nei
 from bagua.topology import Edge, Hierarchical, Ring, Round, Torus, available, create, weighted_by_size
 from tests.topologies import ONE_WAY, STAR
 
-pytestmark = pytest.mark.threads
-
 NUMEL = 5
 
 

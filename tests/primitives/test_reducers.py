@@ -19,8 +19,6 @@ from bagua.primitives import (
     reducer_sum,
 )
 
-pytestmark = pytest.mark.threads
-
 #: Everything that has a remainder.
 PLAIN: list[SumReducer] = [
     AllGatherReducer(Sign(block_numel=64)),

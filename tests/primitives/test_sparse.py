@@ -11,8 +11,6 @@ from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, SparseReducer
 from bagua.testing import ThreadRanks
 
-pytestmark = pytest.mark.threads
-
 NUMEL = 5000
 
 
