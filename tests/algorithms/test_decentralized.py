@@ -17,7 +17,7 @@ from bagua.parallel import bagua_init, with_bagua
 from bagua.topology import Hierarchical, Ring
 from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, Made, graph
 
 STEPS = 6
@@ -288,24 +288,21 @@ def test_spoilt_weights_of_one_rank_do_not_spread(thread_ranks, algorithm):
 
 
 def _train_with_spoilt_weights(algorithm: Algorithm) -> State:
-    rank = bagua.comm.get_rank()
-    network = mlp()
-    optimizer = sgd(network.parameters())
-    wrapped = with_bagua(network, [optimizer], algorithm)
+    loop = Loop("with_bagua", algorithm=algorithm)
     for step in range(STEPS):
-        inputs, targets = batch(rank, step)
-        sound = copy.deepcopy(network.state_dict())
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(wrapped(inputs), targets)
-        if (rank, step) == (1, 3):
+        inputs, targets = batch(loop.rank, step)
+        sound = copy.deepcopy(loop.model.state_dict())
+        loop.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(loop.wrapped(inputs), targets)
+        if (loop.rank, step) == (1, 3):
             with torch.no_grad():
-                network[0].weight.data.fill_(float("nan"))
+                loop.model[0].weight.data.fill_(float("nan"))
         loss.backward()
-        optimizer.step()
-        if (rank, step) == (1, 3):
-            network.load_state_dict(sound)
-            optimizer.state.clear()
-    return snapshot(network)
+        loop.optimizer.step()
+        if (loop.rank, step) == (1, 3):
+            loop.model.load_state_dict(sound)
+            loop.optimizer.state.clear()
+    return snapshot(loop.model)
 
 
 def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkeypatch):

@@ -60,7 +60,7 @@ from tests.harness import (
     reference,
     snapshot,
 )
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())
 WHOLE = Parts(1, "strided")
@@ -233,10 +233,6 @@ def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp, rat
         return torch.optim.SGD(parameters, lr=rate)
 
     return Loop("with_bagua", make, sgd, algorithm=algorithm, **options)
-
-
-def of_this_rank() -> nn.Module:
-    return mlp(bagua.comm.get_rank())
 
 
 def train_for(algorithm: Algorithm | str, steps: int, **options: Any) -> Snapshot:
@@ -445,7 +441,7 @@ def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
         for number in range(14):
             loop.train()
             if tuned:
-                formation = loop.wrapped._bagua_engine.reducer.formation
+                formation = loop.reducer.formation
                 formation.recut(Setting(1000 + 1000 * (number % 2), formation.setting.hierarchical))
         return snapshot(loop.model)
 
@@ -664,7 +660,7 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
         loop = loop_of(algorithm, bucket_bytes=10**6)
         loop.train(5)
         digest = loop.wrapped.bagua_state_digest()
-        memory = loop.wrapped._bagua_engine.reducer.execution.places[0].memory
+        memory = loop.reducer.execution.places[0].memory
         shared = [one.name for one in memory.declared.values() if one.scope == "shared" and one.per != "family"]
         tensor = memory.state[shared[0]] if shared else loop.model[0].weight.data
         if loop.rank == 1:

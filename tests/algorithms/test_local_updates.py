@@ -52,7 +52,7 @@ from tests.harness import (
     seeded,
     snapshot,
 )
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 from tests.versions import needs
 
 STEPS = 13
@@ -109,10 +109,6 @@ def train(algorithm: Algorithm | str) -> State:
 
 def loop_of(algorithm: Algorithm | str, make: Callable[[], nn.Module] = mlp, **options: Any) -> Loop:
     return Loop("with_bagua", make, optimizer_of, algorithm=algorithm, **options)
-
-
-def of_this_rank() -> nn.Module:
-    return mlp(bagua.comm.get_rank())
 
 
 def train_and_watch(algorithm: Algorithm | str, steps: int = STEPS, finish: bool = False) -> list[State]:
@@ -489,7 +485,7 @@ def train_with_nan(algorithm: Algorithm, *, settle: bool = False, then: int = 0)
     loop.train(3)
     step_with_nan(loop)
     if settle:  # What is under way comes in.
-        loop.wrapped._bagua_engine.reducer.formation.flush()
+        loop.reducer.formation.flush()
     return before, snapshot(loop.model), loop.train(then)
 
 
@@ -615,7 +611,7 @@ def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_rank
         loop = loop_of(algorithm)
         loop.train(3)
         assert loop.wrapped.bagua_state_dict()["step"] == 3
-        for course in loop.wrapped._bagua_engine.reducer.execution.courses:
+        for course in loop.reducer.execution.courses:
             for track in course.tracks:
                 if begins:
                     track.memory.settle = functools.partial(settle_and_interrupt, track.memory)

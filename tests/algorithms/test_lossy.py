@@ -36,9 +36,10 @@ from tests.algorithms.lossy_simulation import (
     simulate,
     top_k,
 )
+from tests.algorithms.replicas import plain_sgd
 from tests.contract.algorithms import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
-from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import on_ranks
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 
 Formula = Callable[[Layout], Combine]
 
@@ -61,12 +62,9 @@ def layout_of(model: torch.nn.Module) -> Layout:
 
 
 def train(algorithm: Algorithm, steps: int, bucket_bytes: int = 1000) -> tuple[State, Layout]:
-    rank = bagua.comm.get_rank()
-    model = mlp(seed=rank)
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes)
-    train_steps(wrapped, optimizer, rank, range(steps))
-    return snapshot(model), layout_of(wrapped)
+    loop = Loop("with_bagua", of_this_rank, algorithm=algorithm, bucket_bytes=bucket_bytes)
+    loop.train(steps)
+    return snapshot(loop.model), layout_of(loop.wrapped)
 
 
 def assert_follows_its_formula(
@@ -122,11 +120,11 @@ def test_sums_are_exact_while_warming_up(thread_ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_without_average_gradients_are_summed(thread_ranks, name):
     def gradients(average: bool) -> torch.Tensor:
-        model = torch.nn.Linear(8, 8, bias=False)
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], type(CASES[name][0])(average=average))
-        wrapped(torch.full((2, 8), float(bagua.comm.get_rank()))).sum().backward()
-        return model.weight.grad.clone()
+        loop = Loop(
+            "with_bagua", lambda: torch.nn.Linear(8, 8, bias=False), algorithm=type(CASES[name][0])(average=average)
+        )
+        loop.wrapped(torch.full((2, 8), float(bagua.comm.get_rank()))).sum().backward()
+        return loop.model.weight.grad.clone()
 
     mean, total = thread_ranks(2, gradients, True)[0], thread_ranks(2, gradients, False)[0]
     torch.testing.assert_close(total, 2 * mean)
@@ -136,18 +134,16 @@ def test_without_average_gradients_are_summed(thread_ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_16_bits_train(thread_ranks, name):
     def train_half() -> tuple[list[float], State]:
-        model = mlp().bfloat16()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = with_bagua(model, [optimizer], CASES[name][0])
+        loop = Loop("with_bagua", lambda: mlp().bfloat16(), plain_sgd, algorithm=CASES[name][0])
         inputs = torch.ones(4, 8, dtype=torch.bfloat16) * (bagua.comm.get_rank() + 1)
         values = []
         for _ in range(8):
-            optimizer.zero_grad()
-            loss = wrapped(inputs).square().mean()
+            loop.optimizer.zero_grad()
+            loss = loop.wrapped(inputs).square().mean()
             loss.backward()
-            optimizer.step()
+            loop.optimizer.step()
             values.append(float(loss.detach()))
-        return values, snapshot(model)
+        return values, snapshot(loop.model)
 
     results = thread_ranks(2, train_half)
     assert_same_on_all_ranks([state for _, state in results])

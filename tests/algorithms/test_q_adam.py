@@ -273,7 +273,7 @@ def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
     def train_and_reset() -> State:
         loop = loop_of()
         loop.train(5)
-        loop.wrapped._bagua_engine.reducer.formation.reset(hierarchical_reduce=False)
+        loop.reducer.formation.reset(hierarchical_reduce=False)
         return loop.train(STEPS - 5)
 
     whole = thread_ranks(2, train, QAdamAlgorithm())

@@ -123,23 +123,20 @@ def test_an_exchange_after_the_optimizer_sees_the_updated_weights(thread_ranks):
 @pytest.mark.parametrize("completes", ["forward", "state_dict", "bagua_state_dict", "with_bagua"])
 def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later(thread_ranks, completes):
     def train() -> list[State]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], LocalSgd(period=1))
+        loop = Loop("with_bagua", mlp, plain_sgd, algorithm=LocalSgd(period=1))
         with torch.no_grad():
-            model[0].weight += rank  # Something to be averaged.
-        loss_of(wrapped, rank, 0).backward()
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            loop.model[0].weight += loop.rank  # Something to be averaged.
+        loss_of(loop.wrapped, loop.rank, 0).backward()
+        before = {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
         if completes == "forward":
-            loss_of(wrapped, rank, 1)
+            loss_of(loop.wrapped, loop.rank, 1)
         elif completes == "state_dict":
-            wrapped.state_dict()
+            loop.wrapped.state_dict()
         elif completes == "bagua_state_dict":
-            wrapped.bagua_state_dict()
+            loop.wrapped.bagua_state_dict()
         else:
-            with_bagua(model, [optimizer], GradientAllReduceAlgorithm())
-        return [before, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}]
+            with_bagua(loop.model, [loop.optimizer], GradientAllReduceAlgorithm())
+        return [before, {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}]
 
     first, second = thread_ranks(2, train)
     assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])

@@ -9,14 +9,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-import bagua.comm
 from bagua.algorithms import Algorithm, Difference, Every, Exchange, Flight, How, Replace, Then, Weights
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
+from tests.algorithms.replicas import plain_sgd
 from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract
+from tests.parallel.wrapping import Loop
 from tests.topologies import DRAWN_PAIRS
 
 SIZE, RATE = 4, 0.1
@@ -84,15 +84,10 @@ class TestPushSum(AlgorithmContract):
 
 def train(algorithm: Algorithm, steps: int) -> torch.Tensor:
     """The weights of this rank."""
-    rank, model = bagua.comm.get_rank(), model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1500)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        optimizer.step()
-    wrapped.bagua_state_dict()
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    loop = Loop("with_bagua", model_of, plain_sgd, loss_of, algorithm=algorithm, bucket_bytes=1500)
+    loop.train(steps)
+    loop.wrapped.bagua_state_dict()
+    return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
 
 
 def gradient_of(flat: torch.Tensor, rank: int, step: int) -> torch.Tensor:

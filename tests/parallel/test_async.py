@@ -42,7 +42,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
@@ -469,14 +469,12 @@ def test_ctrl_c_in_abort_while_the_others_come(averaged_ranks, then):
 
 def test_in_warm_up_training_is_synchronous(thread_ranks):
     def train() -> tuple[State, State]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 0, 6), bucket_bytes=1000)
-        train_steps(wrapped, optimizer, rank, range(6))
-        synchronous = snapshot(model)
-        assert averages_of(wrapped) == 0
-        train_until_averaged(wrapped, optimizer, rank)
-        return synchronous, abort(wrapped)
+        loop = Loop("with_bagua", algorithm=AsyncModelAverageAlgorithm("all", 0, 6), bucket_bytes=1000)
+        loop.train(6)
+        synchronous = snapshot(loop.model)
+        assert averages_of(loop.wrapped) == 0
+        train_until_averaged(loop.wrapped, loop.optimizer, loop.rank)
+        return synchronous, abort(loop.wrapped)
 
     results = thread_ranks(3, train)
     assert_same_on_all_ranks([synchronous for synchronous, _ in results])
@@ -486,15 +484,13 @@ def test_in_warm_up_training_is_synchronous(thread_ranks):
 
 def test_abort_in_warm_up_and_training_on(thread_ranks):
     def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1e9, 6), bucket_bytes=1000)
-        train_steps(wrapped, optimizer, rank, range(3))
-        if rank == 0:  # It has nothing to wait for.
-            abort(wrapped)
-            wrapped.bagua_algorithm.resume(wrapped)
-        train_steps(wrapped, optimizer, rank, range(3, 6))
-        return abort(wrapped)  # Nobody has made the first step after warm-up.
+        loop = Loop("with_bagua", algorithm=AsyncModelAverageAlgorithm("all", 1e9, 6), bucket_bytes=1000)
+        loop.train(3)
+        if loop.rank == 0:  # It has nothing to wait for.
+            abort(loop.wrapped)
+            loop.wrapped.bagua_algorithm.resume(loop.wrapped)
+        loop.train(3)
+        return abort(loop.wrapped)  # Nobody has made the first step after warm-up.
 
     states = thread_ranks(2, train)
     assert_same_on_all_ranks(states)

@@ -17,6 +17,7 @@ from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, Commun
 from bagua.torch_api import bagua_init
 from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
 from tests.harness import (
+    OptimizerMaker,
     adam,
     assert_close,
     assert_same_on_all_ranks,
@@ -25,9 +26,8 @@ from tests.harness import (
     seeded,
     sgd,
     snapshot,
-    train_steps,
 )
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
 SIZES = [1, 1024, 2048]
@@ -38,23 +38,28 @@ def score_of(setting: Setting) -> float:
     return {1: 1.0, 1024: 3.0, 2048: 2.0}[setting.bucket_bytes] + 0.5 * setting.hierarchical
 
 
-def setting_of(wrapped) -> Setting:
-    return wrapped._bagua_engine.reducer.formation.setting
+def tuned(*algorithm: object, make_optimizer: OptimizerMaker = sgd, **options: object) -> Loop:
+    """A model whose buckets hold one parameter each, to begin with."""
+    return Loop(lambda *made: bagua_init(*made, *algorithm, **{"message_size": 1, **options})[0], mlp, make_optimizer)
 
 
-def settled(wrapped) -> bool:
-    return wrapped._bagua_engine.tuner._final
+def setting_of(loop: Loop) -> Setting:
+    return loop.reducer.formation.setting
 
 
-def tune_by_hand(wrapped, optimizer, steps, score=score_of) -> list[Setting]:
+def settled(loop: Loop) -> bool:
+    return loop.wrapped._bagua_engine.tuner._final
+
+
+def tune_by_hand(loop: Loop, steps: int, score=score_of) -> list[Setting]:
     """Train, report and ask after every step; the setting of each step."""
-    rank, settings = bagua.comm.get_rank(), []
-    for step in steps:
-        train_steps(wrapped, optimizer, rank, [step])
-        before = setting_of(wrapped)
+    settings = []
+    for _ in range(steps):
+        loop.train()
+        before = setting_of(loop)
         settings.append(before)
-        wrapped.report_metrics([score(before)])
-        assert wrapped.ask_and_update_hyperparameters() == (setting_of(wrapped) != before)
+        loop.wrapped.report_metrics([score(before)])
+        assert loop.wrapped.ask_and_update_hyperparameters() == (setting_of(loop) != before)
     return settings
 
 
@@ -64,12 +69,11 @@ def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, ca
     caplog.set_level("INFO", logger="bagua.autotune")
 
     def train():
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, adam(model.parameters()), message_size=1)
-        settings = tune_by_hand(wrapped, optimizer, range(30))
-        assert wrapped.bagua_algorithm.options.hierarchical == setting_of(wrapped).hierarchical
-        assert len(wrapped.bagua_buckets) == {1: 6, 1024: 2}[setting_of(wrapped).bucket_bytes]
-        return settings, snapshot(model)
+        loop = tuned(make_optimizer=adam)
+        settings = tune_by_hand(loop, 30)
+        assert loop.wrapped.bagua_algorithm.options.hierarchical == setting_of(loop).hierarchical
+        assert len(loop.wrapped.bagua_buckets) == {1: 6, 1024: 2}[setting_of(loop).bucket_bytes]
+        return settings, snapshot(loop.model)
 
     results = thread_ranks(ranks, train, hosts=hosts)
     several_levels = max(hosts) > 1
@@ -85,32 +89,23 @@ def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, ca
 
 
 @pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, "async")])
-def test_where_there_is_nothing_to_tune_asking_changes_nothing(thread_ranks, size, algorithm):
-    def check() -> None:
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1)
-        assert set(tune_by_hand(wrapped, optimizer, range(8))) == {Setting(1)}
-
-    thread_ranks(size, check)
+@on_ranks("size")
+def test_where_there_is_nothing_to_tune_asking_changes_nothing(size, algorithm):
+    assert set(tune_by_hand(tuned(algorithm), 8)) == {Setting(1)}
 
 
 def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
     """Rounding leaves a residual for each element; were it lost or mixed up, the weights would differ."""
 
     def train(tunes):
-        model = mlp()
-        algorithm = Rounded(grain=2.0**-4)
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1)
-        if not tunes:
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
-            return 1, snapshot(model)
-        settings = tune_by_hand(wrapped, optimizer, range(20))
-        return len(set(settings)), snapshot(model)
+        loop = tuned(Rounded(grain=2.0**-4))
+        settings = tune_by_hand(loop, 20) if tunes else [loop.train(20)]
+        return len(set(settings)) if tunes else 1, snapshot(loop.model)
 
     still = thread_ranks(2, train, False)
-    tuned = thread_ranks(2, train, True)
-    assert [count for count, _ in still + tuned] == [1, 1, 3, 3]
-    assert_same_on_all_ranks([state for _, state in still + tuned])
+    tuned_ones = thread_ranks(2, train, True)
+    assert [count for count, _ in still + tuned_ones] == [1, 1, 3, 3]
+    assert_same_on_all_ranks([state for _, state in still + tuned_ones])
 
 
 @on_ranks(3, hosts=[2, 1])
@@ -123,18 +118,12 @@ def test_an_algorithm_with_a_memory_keeps_its_form():
     assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
 
 
-def test_a_new_phase_is_tuned_anew(thread_ranks):
+@on_ranks(2)
+def test_a_new_phase_is_tuned_anew():
     """After the warm-up of the algorithm buckets are formed anew."""
-
-    def train() -> list[Setting]:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, WarmsUp(warmup_steps=25), message_size=1)
-        settings = tune_by_hand(wrapped, optimizer, range(50))
-        assert settled(wrapped)
-        return settings
-
-    (settings, _) = thread_ranks(2, train)
+    loop = tuned(WarmsUp(warmup_steps=25))
+    settings = tune_by_hand(loop, 50)
+    assert settled(loop)
     assert settings[20:25] == [Setting(1024)] * 5, "settled before"
     assert {setting.bucket_bytes for setting in settings[25:]} >= {1024, 2048}
     assert settings[-1] == Setting(1024)
@@ -142,15 +131,13 @@ def test_a_new_phase_is_tuned_anew(thread_ranks):
 
 def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
     def train():
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, message_size=1, find_unused_parameters=True)
-        tune_by_hand(wrapped, optimizer, range(20))
-        assert settled(wrapped)
-        model[4].requires_grad_(False)
-        settings = tune_by_hand(wrapped, optimizer, range(20, 40), lambda setting: float(setting.bucket_bytes))
-        assert settled(wrapped)
-        return settings, setting_of(wrapped)
+        loop = tuned(find_unused_parameters=True)
+        tune_by_hand(loop, 20)
+        assert settled(loop)
+        loop.model[4].requires_grad_(False)
+        settings = tune_by_hand(loop, 20, lambda setting: float(setting.bucket_bytes))
+        assert settled(loop)
+        return settings, setting_of(loop)
 
     ((settings, last), (_, other)) = thread_ranks(2, train)
     assert settings[0] == Setting(1024)
@@ -160,29 +147,25 @@ def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
 @on_ranks(2)
 def test_a_loaded_layout_makes_way():
     """A checkpoint brings the buckets of its time; tuning begins with those of the size in force."""
-    rank = bagua.comm.get_rank()
-    first, second = mlp(), mlp()
-    wrapped, optimizer = bagua_init(first, sgd(first.parameters()), message_size=2048)
-    train_steps(wrapped, optimizer, rank, range(2))
-    saved = wrapped.bagua_state_dict()
-    wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1)
-    wrapped.bagua_load_state_dict(saved)
-    assert len(wrapped.bagua_buckets) == 1
-    wrapped.report_metrics([1.0])
-    assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
-    assert len(wrapped.bagua_buckets) == 6
-    tune_by_hand(wrapped, optimizer, range(2, 20))
-    assert setting_of(wrapped) == Setting(1024)
+    loop = tuned(message_size=2048)
+    loop.train(2)
+    saved = loop.wrapped.bagua_state_dict()
+    loop = tuned()
+    loop.wrapped.bagua_load_state_dict(saved)
+    assert len(loop.wrapped.bagua_buckets) == 1
+    loop.wrapped.report_metrics([1.0])
+    assert loop.wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
+    assert len(loop.wrapped.bagua_buckets) == 6
+    tune_by_hand(loop, 18)
+    assert setting_of(loop) == Setting(1024)
 
 
 @on_ranks(3, hosts=[2, 1])
 def test_buckets_that_the_user_wants_stay():
-    model = mlp()
-    names = [name for name, _ in model.named_parameters()]
-    buckets = [names[3:], names[:3]]
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, buckets=buckets)
-    settings = tune_by_hand(wrapped, optimizer, range(8), lambda setting: float(setting.hierarchical))
-    assert [sorted(bucket.names) for bucket in wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
+    names = [name for name, _ in mlp().named_parameters()]
+    loop = tuned(buckets=[names[3:], names[:3]])
+    settings = tune_by_hand(loop, 8, lambda setting: float(setting.hierarchical))
+    assert [sorted(bucket.names) for bucket in loop.wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
     assert {setting.hierarchical for setting in settings} == {False, True}
 
 
@@ -206,13 +189,12 @@ def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
     """Not when the garbage collector finds them: several generations of a large model's buckets would not fit."""
 
     def train() -> list[bool]:
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-        wrapped.report_metrics([1.0])
-        assert wrapped.ask_and_update_hyperparameters() is False, "it only begins"
-        before = [weakref.ref(bucket) for bucket in wrapped.bagua_buckets]
-        wrapped._bagua_engine.reducer.formation.recut(Setting(2048))
+        loop = tuned()
+        loop.train(2)
+        loop.wrapped.report_metrics([1.0])
+        assert loop.wrapped.ask_and_update_hyperparameters() is False, "it only begins"
+        before = [weakref.ref(bucket) for bucket in loop.wrapped.bagua_buckets]
+        loop.reducer.formation.recut(Setting(2048))
         return [bucket() is None for bucket in before]
 
     gc.disable()
@@ -261,55 +243,49 @@ def test_one_lucky_sample_decides_nothing():
 @pytest.mark.parametrize("scores", [[float("nan")], [1.0, float("inf")]], ids=str)
 @on_ranks(2)
 def test_scores_that_cannot_be_compared_are_refused_and_do_not_count(scores):
-    model = mlp()
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
-    if bagua.comm.get_rank() == 1:
+    loop = tuned()
+    loop.train(2)
+    if loop.rank == 1:
         with pytest.raises(ConfigurationError, match="score_record_list"):
-            wrapped.report_metrics(scores)
+            loop.wrapped.report_metrics(scores)
     else:
-        wrapped.report_metrics([1.0])
+        loop.wrapped.report_metrics([1.0])
     with pytest.raises(ConfigurationError, match="ranks 1 "):
-        wrapped.ask_and_update_hyperparameters()
+        loop.wrapped.ask_and_update_hyperparameters()
 
 
 @on_ranks(2)
 def test_asking_at_different_steps_is_an_error_on_all_ranks_and_can_be_survived():
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100))
-    train_steps(wrapped, optimizer, rank, range(2 + rank))
-    wrapped.report_metrics([1.0])
+    loop = tuned(LocalSgd(period=100))
+    loop.train(2 + loop.rank)
+    loop.wrapped.report_metrics([1.0])
     with pytest.raises(CollectiveMismatchError, match="step") as caught:
-        wrapped.ask_and_update_hyperparameters()
-    assert (caught.value.expected, caught.value.peers) == (f"step {2 + rank}", (1 - rank,))
-    train_steps(wrapped, optimizer, rank, range(2 + rank, 4))
-    assert wrapped.ask_and_update_hyperparameters() is False
+        loop.wrapped.ask_and_update_hyperparameters()
+    assert (caught.value.expected, caught.value.peers) == (f"step {2 + loop.rank}", (1 - loop.rank,))
+    loop.train(2 - loop.rank)
+    assert loop.wrapped.ask_and_update_hyperparameters() is False
 
 
 @on_ranks(3)
 def test_a_rank_that_does_not_ask_is_named_and_set_free():
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
-    train_steps(wrapped, optimizer, rank, range(2))
+    loop = tuned()
+    loop.train(2)
     bagua.comm.barrier()
-    if rank == 1:
+    if loop.rank == 1:
         with pytest.raises(CommunicationError, match="did not come"):
-            train_steps(wrapped, optimizer, rank, range(2, 4))
+            loop.train(2)
         return
-    wrapped._bagua_engine.reducer.group.timeout_s = 0.2  # rank 1 has much longer
-    wrapped.report_metrics([1.0])
+    loop.reducer.group.timeout_s = 0.2  # rank 1 has much longer
+    loop.wrapped.report_metrics([1.0])
     with pytest.raises(CollectiveTimeoutError) as caught:
-        wrapped.ask_and_update_hyperparameters()
+        loop.wrapped.ask_and_update_hyperparameters()
     assert 1 in caught.value.peers
 
 
 def tune_on_processes() -> Setting:
-    model = mlp()
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
-    tune_by_hand(wrapped, optimizer, range(20))
-    return setting_of(wrapped)
+    loop = tuned()
+    tune_by_hand(loop, 20)
+    return setting_of(loop)
 
 
 def test_processes_tune_through_their_store(process_ranks):

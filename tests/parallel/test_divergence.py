@@ -20,8 +20,8 @@ from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
 from bagua.primitives import differ_by_rounding, quick_digest
-from tests.harness import mlp, seeded, sgd, snapshot, train_steps
-from tests.parallel.wrapping import on_ranks
+from tests.harness import State, mlp, seeded, sgd, snapshot, train_steps
+from tests.parallel.wrapping import Loop, on_ranks
 
 DILOCO = Algorithm.init("diloco", sync_every=2, fragments=1)
 Mistake = Callable[[torch.nn.Module, torch.optim.Optimizer, int], None]
@@ -53,20 +53,24 @@ def nothing(*_: Any) -> None:
 
 def train(
     mistake: Mistake, at: int, algorithm: Algorithm | str = "gradient_allreduce", steps: int = 6, **options: Any
-) -> tuple[BaguaError | None, int, dict[str, torch.Tensor]]:
+) -> tuple[BaguaError | None, int, State]:
     """What ended the training, before which step, and the weights."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, **options)
-    step = 0
+    loop = Loop("with_bagua", algorithm=algorithm, **options)
     try:
         for step in range(steps):
             if step == at:
-                mistake(model, optimizer, rank)
-            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+                mistake(loop.model, loop.optimizer, loop.rank)
+            loop.train()
     except BaguaError as error:
-        return error, step, snapshot(model)
-    return None, steps, snapshot(model)
+        return error, loop.step - 1, snapshot(loop.model)
+    return None, steps, snapshot(loop.model)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, ranks: Callable[..., Any], *arguments: Any) -> str:
+    """What ranks said while they ran."""
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ranks(*arguments)
+    return caplog.text
 
 
 MISTAKES = {
@@ -103,21 +107,14 @@ def test_a_checkpoint_on_rank_0_alone_is_found_in_the_first_step_by_default(thre
 def test_calls_that_cross_on_the_model_name_what_each_rank_does(thread_ranks, algorithm):
     """Rank 0 alone loads all parts of a checkpoint, while rank 1 makes its first step."""
 
-    def begin() -> None:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        saved = wrapped.bagua_state_dict()
-        if bagua.comm.get_rank() == 0:
-            wrapped.bagua_load_state_dict(saved)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1))
-
-    def caught() -> str:
+    def begin() -> str:
+        loop = Loop("with_bagua", algorithm=algorithm)
+        saved = loop.wrapped.bagua_state_dict()
         with pytest.raises(CollectiveMismatchError, match="ranks make different calls on the model") as found:
-            begin()
+            loop.wrapped.bagua_load_state_dict(saved) if loop.rank == 0 else loop.train()
         return str(found.value)
 
-    for text in thread_ranks(2, caught):
+    for text in thread_ranks(2, begin):
         assert "a comparison of checkpoints" in text
         assert "the forming of buckets" in text
 
@@ -172,15 +169,6 @@ def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, algorithm):
     assert "loaded" not in caplog.text
 
 
-def _train_on_the_same_data(algorithm: str, gradient: float) -> None:
-    layer = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    model = with_bagua(layer, [optimizer], algorithm)
-    for _ in range(2):
-        (model(torch.ones(1, 2)).sum() * gradient).backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "size", "gradient", "times"),
     [
@@ -189,30 +177,31 @@ def _train_on_the_same_data(algorithm: str, gradient: float) -> None:
     ],
 )
 def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, algorithm, size, gradient, times):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(size, _train_on_the_same_data, algorithm, gradient)
-    assert caplog.text.count("computed the same gradient in the first step") == times
+    def train_on_the_same_data() -> None:
+        loop = Loop("with_bagua", lambda: torch.nn.Linear(2, 2), algorithm=algorithm)
+        for _ in range(2):
+            (loop.wrapped(torch.ones(1, 2)).sum() * gradient).backward()
+            loop.optimizer.step()
 
-
-def _train_in_buckets_of_the_user(gradients: list[float]) -> None:
-    with seeded():
-        layer = torch.nn.Linear(2, 2)
-    wrapped = OverlappingWrapper(layer, sgd(layer.parameters()), buckets=[["bias"], ["weight"]])
-    for _ in range(2):
-        (wrapped(torch.ones(1, 2)).sum() * gradients[bagua.comm.get_rank()]).backward()
+    told = warnings_of(caplog, thread_ranks, size, train_on_the_same_data)
+    assert told.count("computed the same gradient in the first step") == times
 
 
 @pytest.mark.parametrize(("gradients", "times"), [([1.0, 1.0], 1), ([1.0, 2.0], 0), ([0.0, 0.0], 0)])
 def test_ranks_that_read_the_same_data_are_told_in_buckets_of_the_user_too(thread_ranks, caplog, gradients, times):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, _train_in_buckets_of_the_user, gradients)
-    assert caplog.text.count("computed the same gradient in the first step") == times
+    def train_in_buckets_of_the_user() -> None:
+        with seeded():
+            layer = torch.nn.Linear(2, 2)
+        wrapped = OverlappingWrapper(layer, sgd(layer.parameters()), buckets=[["bias"], ["weight"]])
+        for _ in range(2):
+            (wrapped(torch.ones(1, 2)).sum() * gradients[bagua.comm.get_rank()]).backward()
+
+    told = warnings_of(caplog, thread_ranks, 2, train_in_buckets_of_the_user)
+    assert told.count("computed the same gradient in the first step") == times
 
 
 def test_ranks_that_read_other_data_are_not(thread_ranks, caplog):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, partial(train, steps=1), nothing, 0)
-    assert "same gradient" not in caplog.text
+    assert "same gradient" not in warnings_of(caplog, thread_ranks, 2, partial(train, steps=1), nothing, 0)
 
 
 @pytest.mark.parametrize("options", [{"check_every": -1}, {"check_every": 2.5}])
@@ -264,19 +253,16 @@ def test_wrapping_twice_with_the_same_algorithm_is_told(thread_ranks, caplog, se
         for algorithm in ("gradient_allreduce", second):
             with_bagua(model, sgd(model.parameters()), algorithm)
 
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, wrap)
-    assert caplog.text.count("is wrapped with it again, which averages the weights") == times
+    told = warnings_of(caplog, thread_ranks, 2, wrap)
+    assert told.count("is wrapped with it again, which averages the weights") == times
 
 
 def test_another_wrapper_around_a_wrapped_model_is_told(thread_ranks, caplog):
     def wrap() -> None:
-        model = mlp()
-        bagua_init(with_bagua(model, [], "gradient_allreduce"), [])
+        bagua_init(with_bagua(mlp(), [], "gradient_allreduce"), [])
 
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, wrap)
-    assert caplog.text.count("the earlier wrapper exchanges nothing from now on") == 1
+    told = warnings_of(caplog, thread_ranks, 2, wrap)
+    assert told.count("the earlier wrapper exchanges nothing from now on") == 1
 
 
 @pytest.mark.parametrize(
@@ -300,26 +286,17 @@ def test_a_mismatch_is_headed_by_what_differs(options, headline):
     assert "Build the same model" not in str(caught.value)
 
 
-def _resume_far_on() -> int:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], check_every=1)
-    train_steps(wrapped, optimizer, rank, range(2))
-    saved = {**wrapped.bagua_state_dict(), "step": 5000}
-    wrapped.load_state_dict({name: value.clone() for name, value in wrapped.state_dict().items()})
-    wrapped.bagua_load_state_dict(saved)
-    for step in range(5000, 5003):
-        if step == 5001:
-            other_rate(model, optimizer, rank)
-        try:
-            train_steps(wrapped, optimizer, rank, range(step, step + 1))
-        except CollectiveMismatchError:
-            return step
-    return 0
-
-
-def test_a_run_that_was_resumed_is_compared_as_before(thread_ranks):
-    assert thread_ranks(2, _resume_far_on) == [5001, 5001]
+@on_ranks(2)
+def test_a_run_that_was_resumed_is_compared_as_before():
+    loop = Loop("with_bagua", check_every=1)
+    loop.train(2)
+    saved = {**loop.wrapped.bagua_state_dict(), "step": 5000}
+    loop.wrapped.load_state_dict({name: value.clone() for name, value in loop.wrapped.state_dict().items()})
+    loop.wrapped.bagua_load_state_dict(saved)
+    loop.train()
+    other_rate(loop.model, loop.optimizer, loop.rank)
+    with pytest.raises(CollectiveMismatchError):
+        loop.train()
 
 
 def load_twice_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
@@ -332,26 +309,23 @@ def test_ranks_that_loaded_more_often_than_others_before_one_step_meet(thread_ra
     assert [error for error, _, _ in ends] == [None, None]
 
 
-def _train_an_expert_of_its_own(again: str) -> tuple[float, float, bool]:
-    rank, model = bagua.comm.get_rank(), mlp()
-    model._ddp_params_and_buffers_to_ignore = ["2.weight"]
-    own = [model[2].weight]
-    rest = [parameter for parameter in model.parameters() if parameter is not own[0]]
-    optimizer = torch.optim.SGD([{"params": rest}, {"params": own, "lr": 0.1 * (rank + 1)}], lr=0.1, momentum=0.5)
-    optimizer.state[own[0]]["momentum_buffer"] = torch.full_like(own[0], float(rank))
-    optimizer.state[rest[0]]["momentum_buffer"] = torch.full_like(rest[0], float(rank))
-    for algorithm in ("gradient_allreduce", again)[: 1 + bool(again)]:
-        wrapped = with_bagua(model, [optimizer], algorithm, check_every=1)
-    momenta = [float(optimizer.state[one]["momentum_buffer"].mean()) for one in (own[0], rest[0])]
-    train_steps(wrapped, optimizer, rank, range(3))
-    return optimizer.param_groups[1]["lr"], momenta[0], momenta[1] == 0.0
-
-
 @pytest.mark.parametrize("again", ["", "bytegrad"])
 def test_settings_and_state_of_what_is_not_exchanged_stay_a_rank_s_own(thread_ranks, caplog, again):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        assert thread_ranks(2, _train_an_expert_of_its_own, again) == [(0.1, 0.0, True), (0.2, 1.0, True)]
-    assert "settings of optimizers" not in caplog.text
+    def train_an_expert_of_its_own() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        model._ddp_params_and_buffers_to_ignore = ["2.weight"]
+        own = model[2].weight
+        rest = [parameter for parameter in model.parameters() if parameter is not own]
+        optimizer = torch.optim.SGD([{"params": rest}, {"params": [own], "lr": 0.1 * (rank + 1)}], lr=0.1, momentum=0.5)
+        for one in (own, rest[0]):
+            optimizer.state[one]["momentum_buffer"] = torch.full_like(one, float(rank))
+        for algorithm in ("gradient_allreduce", again)[: 1 + bool(again)]:
+            wrapped = with_bagua(model, [optimizer], algorithm, check_every=1)
+        momenta = [float(optimizer.state[one]["momentum_buffer"].mean()) for one in (own, rest[0])]
+        train_steps(wrapped, optimizer, rank, range(3))
+        assert (optimizer.param_groups[1]["lr"], momenta) == (0.1 * (rank + 1), [float(rank), 0.0])
+
+    assert "settings of optimizers" not in warnings_of(caplog, thread_ranks, 2, train_an_expert_of_its_own)
 
 
 Wrap = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
@@ -466,36 +440,25 @@ def test_a_load_on_all_ranks_counts_once_on_each(thread_ranks, mistake, algorith
     assert [error for error, _, _ in ends] == [None, None]
 
 
-def _save_between_a_swap_and_a_step() -> bool:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], DILOCO)
-    train_steps(wrapped, optimizer, rank, range(3))
-    before = wrapped.bagua_state_dict()
-    swap_on_first(model, optimizer, rank)
-    after = wrapped.bagua_state_dict()
-    name = next(iter(before["parameters"]))
-    return before["parameters"][name].keys() == after["parameters"][name].keys() != set()
+@on_ranks(2)
+def test_a_state_saved_after_weights_were_put_back_has_the_anchor():
+    loop = Loop("with_bagua", algorithm=DILOCO)
+    loop.train(3)
+    before = loop.wrapped.bagua_state_dict()["parameters"]
+    swap_on_first(loop.model, loop.optimizer, loop.rank)
+    after = loop.wrapped.bagua_state_dict()["parameters"]
+    name = next(iter(before))
+    assert before[name].keys() == after[name].keys() != set()
 
 
-def test_a_state_saved_after_weights_were_put_back_has_the_anchor(thread_ranks):
-    assert thread_ranks(2, _save_between_a_swap_and_a_step) == [True, True]
-
-
-def _keys_after_many_loads() -> int:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], check_every=0)
-    group, counts = wrapped._bagua_engine.reducer.group, []
-    for step in range(6):
-        load_everywhere(model, optimizer, rank)
-        train_steps(wrapped, optimizer, rank, range(step, step + 1))
-        counts.append(sum(group.store.check([f"loaded{end}"]) for end in ("/0", "/1", *(f"{n}/0" for n in range(7)))))
-    return max(counts)
-
-
-def test_loads_leave_one_key_for_each_rank_in_the_store(thread_ranks):
-    assert max(thread_ranks(2, _keys_after_many_loads)) <= 2
+@on_ranks(2)
+def test_loads_leave_one_key_for_each_rank_in_the_store():
+    loop = Loop("with_bagua", check_every=0)
+    store = loop.reducer.group.store
+    for _ in range(6):
+        load_everywhere(loop.model, loop.optimizer, loop.rank)
+        loop.train()
+        assert sum(store.check([f"loaded{end}"]) for end in ("/0", "/1", *(f"{n}/0" for n in range(7)))) <= 2
 
 
 # Ranks that round differently.
@@ -508,19 +471,16 @@ def round_otherwise(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int)
                 weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
 
 
-def _train_while_rounding() -> dict[str, torch.Tensor]:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], check_every=1)
-    for step in range(8):
-        train_steps(wrapped, optimizer, rank, range(step, step + 1))
-        round_otherwise(model, optimizer, rank)
-    return snapshot(model)
-
-
 def test_ranks_that_round_differently_are_told_once_and_train_on(thread_ranks, caplog):
+    def train_while_rounding() -> State:
+        loop = Loop("with_bagua", check_every=1)
+        for _ in range(8):
+            loop.train()
+            round_otherwise(loop.model, loop.optimizer, loop.rank)
+        return snapshot(loop.model)
+
     with caplog.at_level(logging.WARNING, "bagua"):
-        first, second = thread_ranks(2, _train_while_rounding)
+        first, second = thread_ranks(2, train_while_rounding)
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert caplog.text.count("but only by rounding") == 1
     assert "0.weight on rank 1 is not that of rank 0" in caplog.text
@@ -538,18 +498,14 @@ def test_more_than_rounding_ends_the_run(thread_ranks, share):
         assert step == 3
 
 
-def _compare_rounded(dtype: torch.dtype, share: float) -> bool:
-    base = torch.linspace(-1, 1, 9, dtype=torch.complex128 if dtype.is_complex else torch.float64)
-    own = base * (1 + share * bagua.comm.get_rank())
-    group = bagua.comm.get_default_group()
-    return differ_by_rounding([base.to(dtype), own.to(dtype)], group.global_communicator)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.bfloat16])
-def test_rounding_is_256_units_in_the_last_place_or_three_hundredths(thread_ranks, dtype):
-    limit = min(256 * torch.finfo(dtype).eps, 0.03)
+@on_ranks(2)
+def test_rounding_is_256_units_in_the_last_place_or_three_hundredths(dtype):
+    group, limit = bagua.comm.get_default_group(), min(256 * torch.finfo(dtype).eps, 0.03)
+    base = torch.linspace(-1, 1, 9, dtype=torch.complex128 if dtype.is_complex else torch.float64)
     for part, allowed in ((0.9, True), (1.4, False)):
-        assert thread_ranks(2, _compare_rounded, dtype, part * limit) == [allowed] * 2
+        own = base * (1 + part * limit * group.rank)
+        assert differ_by_rounding([base.to(dtype), own.to(dtype)], group.global_communicator) == allowed
 
 
 @pytest.mark.parametrize(

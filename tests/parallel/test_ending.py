@@ -33,6 +33,7 @@ from bagua.parallel import BaguaModule, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from tests.harness import loss_of, mlp, sgd, train_steps
 from tests.launching import PATIENCE_S, REPOSITORY, launched
+from tests.parallel.wrapping import Loop
 
 NOTHING = "trained 4 steps and exchanged nothing: "
 OF_DILOCO = f"{NOTHING}diloco exchanges every 100 steps (sync_every). Set sync_every, or call model.bagua_finish()."
@@ -40,12 +41,10 @@ DIFFER = "trained 4 steps, and ranks end with different weights: "
 
 
 def trained(algorithm: Algorithm, steps: int = 4) -> BaguaModule:
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(steps))
-    assert isinstance(wrapped, BaguaModule)
-    return wrapped
+    loop = Loop("with_bagua", algorithm=algorithm)
+    loop.train(steps)
+    assert isinstance(loop.wrapped, BaguaModule)
+    return loop.wrapped
 
 
 def closed(algorithm: Algorithm) -> None:

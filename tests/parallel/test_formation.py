@@ -30,9 +30,8 @@ from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock, Course, Track
 from bagua.engine.state import checkpoints
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
-from bagua.parallel import with_bagua
 from tests.harness import mlp, seeded
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 
 def layers() -> nn.Sequential:
@@ -213,16 +212,14 @@ def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, m
     monkeypatch.setattr(Course, "_start", note)
 
     def train() -> None:
-        model = layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with_bagua(model, [optimizer], LocalSGDAlgorithm(sync_every=3))
+        loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=3))
         for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        loss = model(torch.ones(2, 4)).sum()
+            loop.model(torch.ones(2, 4)).sum().backward()
+            loop.optimizer.step()
+        loss = loop.model(torch.ones(2, 4)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        optimizer.step()
+        loop.optimizer.step()
 
     thread_ranks(2, train)
     assert {t for _, t in started} == {3}

@@ -14,7 +14,7 @@ from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import loss_of, mlp, sgd
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 ONE_BUCKET_BYTES = 10**9
 RANKS = 3
@@ -246,13 +246,10 @@ def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
 
 def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with_bagua(model, [optimizer])
-        with model.join():
-            train(model, optimizer, rank, (1, 3))
-        return [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
+        loop = Loop("with_bagua", mlp, lambda own: torch.optim.Adam(own, lr=0.01))
+        with loop.model.join():
+            train(loop.model, loop.optimizer, loop.rank, (1, 3))
+        return [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()]
 
     rows = thread_ranks(2, rank_trains)
     assert rows[0] == rows[1] == [3.0] * len(rows[0])

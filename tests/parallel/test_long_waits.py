@@ -12,8 +12,8 @@ import bagua.comm
 from bagua.comm import long_wait
 from bagua.comm.long_wait import LongWait
 from bagua.errors import CollectiveTimeoutError, PeerLostError
-from bagua.parallel.module import with_bagua
-from tests.harness import loss_of, mlp, sgd, train_steps
+from tests.harness import loss_of
+from tests.parallel.wrapping import Loop
 
 
 def test_warnings_come_at_growing_intervals():
@@ -51,15 +51,13 @@ def heard(monkeypatch):
 
 def test_who_waits_in_a_step_says_for_whom_where_and_where_the_other_is(thread_ranks, heard):
     def train() -> None:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, optimizer, bucket_bytes=600)
+        loop = Loop("with_bagua", bucket_bytes=600)
         for step in range(3):
-            if (rank, step) == (1, 2):
+            if (loop.rank, step) == (1, 2):
                 heard.messages.clear()
                 heard.told.clear()
                 assert heard.told.wait(60)
-            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+            loop.train()
 
     thread_ranks(2, train)
     told = next(message for message in heard.messages if "has waited" in message)
@@ -119,15 +117,13 @@ def test_processes_say_it_too(ranks, rank_pool):
 
 def test_errors_name_step_bucket_and_parameters_before_calls(thread_ranks):
     def train() -> tuple[str, str]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, optimizer)
-        train_steps(wrapped, optimizer, rank, range(3))
-        if rank == 1:
+        loop = Loop("with_bagua", bucket_bytes=10**6)
+        loop.train(3)
+        if loop.rank == 1:
             bagua.comm.destroy_process_group()
             return "", ""
         with pytest.raises((PeerLostError, CollectiveTimeoutError)) as caught:
-            loss_of(wrapped, rank, 3).backward()
+            loss_of(loop.wrapped, loop.rank, 3).backward()
         return caught.value.activity, str(caught.value)
 
     activity, text = thread_ranks(2, train)[0]

@@ -22,7 +22,7 @@ def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank():
     if loop.rank == 1:
         loop.model.requires_grad_(True)
     # Whatever came before had more time: this ends with the timeout of whoever waits for the same change.
-    loop.wrapped._bagua_engine.reducer.group.timeout_s = 0.5
+    loop.reducer.group.timeout_s = 0.5
     with pytest.raises(BaguaError):
         loop.train(2)
 

@@ -25,8 +25,8 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
 from bagua.testing import ThreadRanks
 from tests.architecture.source_tree import REPOSITORY
-from tests.harness import mlp, sgd, train_steps
-from tests.parallel.wrapping import on_ranks
+from tests.harness import mlp, sgd
+from tests.parallel.wrapping import Loop, on_ranks
 
 #: Remembers residuals from the first step on.
 SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)
@@ -160,23 +160,19 @@ def test_state_of_another_shape_is_refused():
 )
 @on_ranks(2)
 def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(change, words):
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], SIGNS)
-    train_steps(wrapped, optimizer, rank, range(2))
-    saved = wrapped.bagua_state_dict()
-    expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
+    loop = Loop("with_bagua", algorithm=SIGNS)
+    loop.train(2)
+    saved = loop.wrapped.bagua_state_dict()
+    expected = (ConfigurationError, words) if loop.rank == 0 else (CollectiveMismatchError, "cannot be used")
     with pytest.raises(expected[0], match=expected[1]):
-        wrapped.bagua_load_state_dict(change(saved) if rank == 0 else saved)
-    train_steps(wrapped, optimizer, rank, range(2, 4))
+        loop.wrapped.bagua_load_state_dict(change(saved) if loop.rank == 0 else saved)
+    loop.train(2)
 
 
 def _remembered(algorithm: Algorithm | str) -> dict:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    train_steps(wrapped, optimizer, rank, range(2))
-    return wrapped.bagua_state_dict()
+    loop = Loop("with_bagua", algorithm=algorithm)
+    loop.train(2)
+    return loop.wrapped.bagua_state_dict()
 
 
 def _load(algorithm: Algorithm | str, saved: list[dict]) -> int:
@@ -214,16 +210,14 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
     page, steps, size = _loop_of_the_page(), 14, 3
 
     def attempt(folder: Path, dies: bool) -> tuple[list[torch.Tensor], Any]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], Algorithm.init(algorithm[0], **algorithm[1]))
-        batches = torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(rank))
-        if dies and rank == 1:
-            page["train"](folder, wrapped, optimizer, batches[:dies_after], 3)
+        loop = Loop("with_bagua", algorithm=Algorithm.init(algorithm[0], **algorithm[1]))
+        batches = torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(loop.rank))
+        if dies and loop.rank == 1:
+            page["train"](folder, loop.wrapped, loop.optimizer, batches[:dies_after], 3)
             raise RankKilled
-        page["train"](folder, wrapped, optimizer, batches, 3)
-        wrapped.bagua_finish()
-        return [one.detach().clone() for one in model.parameters()], sorted(page["own_files"](folder))
+        page["train"](folder, loop.wrapped, loop.optimizer, batches, 3)
+        loop.wrapped.bagua_finish()
+        return [one.detach().clone() for one in loop.model.parameters()], sorted(page["own_files"](folder))
 
     def load_newest(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
         begun.append(load(folder, model, optimizer))
@@ -244,15 +238,13 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
 
 @on_ranks(2)
 def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load():
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], Algorithm.init("diloco", sync_every=100))
+    loop = Loop("with_bagua", algorithm=Algorithm.init("diloco", sync_every=100))
     saved = []
-    for step in range(2):
-        train_steps(wrapped, optimizer, rank, range(step, step + 1))
-        saved.append(wrapped.bagua_state_dict())
+    for _ in range(2):
+        loop.train()
+        saved.append(loop.wrapped.bagua_state_dict())
     with pytest.raises(CollectiveMismatchError, match="newest step that all ranks have") as caught:
-        wrapped.bagua_load_state_dict(saved[rank])
+        loop.wrapped.bagua_load_state_dict(saved[loop.rank])
     assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
 
 
@@ -280,14 +272,12 @@ def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
     algorithm = Algorithm.init("sign_sgd", warmup_steps=0)
 
     def residuals() -> list[float]:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], algorithm)
-        wrapped.bagua_load_state_dict(second)
-        places = wrapped._bagua_engine.reducer.execution.places
+        loop = Loop("with_bagua", algorithm=algorithm)
+        loop.wrapped.bagua_load_state_dict(second)
+        places = loop.reducer.execution.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
-        train_steps(wrapped, optimizer, rank, range(2, 3))
-        assert size == 1 or wrapped._bagua_engine.reducer.step == 3
+        loop.train(1)
+        assert size == 1 or loop.reducer.step == 3
         return found
 
     _, second = thread_ranks(2, _remembered, algorithm)

@@ -16,7 +16,7 @@ from bagua.engine.gradients import has_finite_gradients
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.harness import State, batch, loss_of, mlp, sgd, snapshot
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Loop, on_ranks
 
 STEPS = 3
 #: The rank whose gradients overflow in the last step.
@@ -133,22 +133,20 @@ def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch
 
 def _climb_and_descend(synchronized: bool) -> State:
     """Sharpness-aware minimization: the gradient is that of weights a little further uphill."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], "low_precision_decentralized")
+    loop = Loop("with_bagua", algorithm="low_precision_decentralized")
     for step in range(4):
-        optimizer.zero_grad()
-        with contextlib.nullcontext() if synchronized else wrapped.no_sync():
-            loss_of(wrapped, rank, step).backward()
-        climbed = [0.1 * parameter.grad for parameter in model.parameters()]
+        loop.optimizer.zero_grad()
+        with contextlib.nullcontext() if synchronized else loop.wrapped.no_sync():
+            loss_of(loop.wrapped, loop.rank, step).backward()
+        climbed = [0.1 * parameter.grad for parameter in loop.model.parameters()]
         with torch.no_grad():
-            torch._foreach_add_(list(model.parameters()), climbed)
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
+            torch._foreach_add_(list(loop.model.parameters()), climbed)
+        loop.optimizer.zero_grad()
+        loss_of(loop.wrapped, loop.rank, step).backward()
         with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), climbed)
-        optimizer.step()
-    return snapshot(model)
+            torch._foreach_sub_(list(loop.model.parameters()), climbed)
+        loop.optimizer.step()
+    return snapshot(loop.model)
 
 
 def test_weights_that_were_changed_by_no_optimizer_are_not_sent(thread_ranks):
@@ -160,16 +158,14 @@ def test_weights_that_were_changed_by_no_optimizer_are_not_sent(thread_ranks):
 
 @on_ranks(2)
 def test_weights_may_be_loaded_in_place_of_an_update():
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], "low_precision_decentralized")
-    before, started = snapshot(wrapped), []
+    loop = Loop("with_bagua", algorithm="low_precision_decentralized")
+    before, started = snapshot(loop.wrapped), []
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
+        loop.optimizer.zero_grad()
+        loss_of(loop.wrapped, loop.rank, step).backward()
         if step == 2:
-            model.load_state_dict(before)
+            loop.model.load_state_dict(before)
         else:
-            optimizer.step()
-        started.append(all(torch.equal(one, before[name]) for name, one in model.named_parameters()))
+            loop.optimizer.step()
+        started.append(all(torch.equal(one, before[name]) for name, one in loop.model.named_parameters()))
     assert started == [False, False, True, False]

@@ -57,6 +57,11 @@ WRAPS: dict[str, Wrap] = {
 }
 
 
+def of_this_rank() -> nn.Module:
+    """Ranks start from different weights; rank 0's must win."""
+    return mlp(bagua.get_rank())
+
+
 class Loop:
     """A model that one rank trains.
 
@@ -90,6 +95,11 @@ class Loop:
     def backward(self) -> None:
         self.loss().backward()  # type: ignore[no-untyped-call]
 
+    @property
+    def reducer(self) -> Any:
+        """What exchanges for this model."""
+        return self.wrapped._bagua_engine.reducer
+
     def switch_to(self, algorithm: str | bagua.algorithms.Algorithm) -> None:
         """Train with another algorithm from now on."""
         if self.wrapped is self.model:
@@ -112,11 +122,11 @@ def assert_trained(results: Sequence[State], expected: State) -> None:
     assert_close(results[0], expected)
 
 
-def on_ranks(size: int, check: Callable[[list[Any]], object] | None = None, **options: Any) -> Callable[..., Any]:
+def on_ranks(size: int | str, check: Callable[[list[Any]], object] | None = None, **options: Any) -> Callable[..., Any]:
     """The decorated test runs on ranks that are threads, with its arguments on each.
 
     Args:
-        size: number of ranks.
+        size: number of ranks, or the argument of the test that says it.
         check: gets what the ranks return, in their order.
         options: those of ``thread_ranks``.
     """
@@ -124,7 +134,8 @@ def on_ranks(size: int, check: Callable[[list[Any]], object] | None = None, **op
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(thread_ranks: Callable[..., list[Any]], **arguments: Any) -> None:
-            returned = thread_ranks(size, functools.partial(test, **arguments), **options)
+            number = arguments[size] if isinstance(size, str) else size
+            returned = thread_ranks(number, functools.partial(test, **arguments), **options)
             if check is not None:
                 check(returned)
 
