@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -30,6 +31,7 @@ from bagua.errors import (
     PeerLostError,
 )
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
+from tests.algorithms.replicas import Replicas
 from tests.harness import (
     State,
     assert_close,
@@ -38,11 +40,10 @@ from tests.harness import (
     loss_of,
     mlp,
     reference,
-    sgd,
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.wrapping import Loop, assert_trained, on_ranks
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
@@ -54,11 +55,32 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def build(algorithm=OFTEN, *, model=None, fault: FaultHook | None = None, **options):
-    model = mlp() if model is None else model
-    optimizer = plain_sgd(model.parameters())
-    with inject_fault(fault):
-        return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options), optimizer
+class Averaged(Loop):
+    """A model that is averaged in the background."""
+
+    def __init__(
+        self, algorithm=OFTEN, *, wrap="with_bagua", make=mlp, fault: FaultHook | None = None, **options
+    ) -> None:
+        with inject_fault(fault):
+            super().__init__(wrap, make, plain_sgd, algorithm=algorithm, **options)
+
+    def abort(self) -> State:
+        return abort(self.wrapped)
+
+    def resume(self) -> None:
+        self.model.bagua_algorithm.resume(self.model)
+
+    def train_until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(20_000):
+            if condition():
+                return
+            self.train()
+            time.sleep(PACE_S)
+        raise AssertionError("it never came")
+
+    def train_until_averaged(self, times: int = 1) -> None:
+        enough = averages_of(self.wrapped) + times
+        self.train_until(lambda: averages_of(self.wrapped) >= enough)
 
 
 def averager_of(model):
@@ -86,30 +108,15 @@ def waits_for_the_end(model, rank: int) -> Callable[[], bool]:
     return lambda: bool(averager_of(model)._words[rank] & ENDING)
 
 
-def train_until(condition: Callable[[], bool], model, optimizer, rank) -> None:
-    for step in range(20_000):
-        if condition():
-            return
-        train_steps(model, optimizer, rank, [step])
-        time.sleep(PACE_S)
-    raise AssertionError("it never came")
-
-
-def train_until_averaged(model, optimizer, rank, times=1) -> None:
-    enough = averages_of(model) + times
-    train_until(lambda: averages_of(model) >= enough, model, optimizer, rank)
-
-
 @pytest.fixture
 def averaged_ranks(thread_ranks):
-    """``averaged_ranks(3, body)`` runs ``body(rank, model, optimizer)`` on ranks that have averaged once."""
+    """``averaged_ranks(3, body)`` runs ``body(loop)`` on ranks that have averaged once."""
 
     def run(size, body, **options):
         def train():
-            rank = bagua.comm.get_rank()
-            model, optimizer = build()
-            train_until_averaged(model, optimizer, rank)
-            return body(rank, model, optimizer)
+            loop = Averaged()
+            loop.train_until_averaged()
+            return body(loop)
 
         return thread_ranks(size, train, **options)
 
@@ -193,17 +200,16 @@ def test_the_steps_made_meanwhile_are_kept(thread_ranks):
 
 def test_training_is_that_of_one_rank_with_the_mean_of_all_at_the_end(thread_ranks):
     def train() -> State:
-        model, optimizer = build(NEVER)
-        train_steps(model, optimizer, bagua.comm.get_rank(), range(5))
-        return abort(model)
+        loop = Averaged(NEVER)
+        loop.train(5)
+        return loop.abort()
 
-    states, local = thread_ranks(2, train), []
-    for rank in range(2):
-        model = mlp()
-        train_steps(model, plain_sgd(model.parameters()), rank, range(5))
-        local.append(snapshot(model))
+    states, alone = thread_ranks(2, train), Replicas(2, plain_sgd)
+    for step in range(5):
+        alone.step(step)
+    alone.rows = alone.mean
     assert_same_on_all_ranks(states)
-    assert_close(states[0], {name: (local[0][name] + local[1][name]) / 2 for name in local[0]})
+    alone.assert_equals(states)
 
 
 def _train_and_count(seed: int) -> tuple[list[float], State, float]:
@@ -293,14 +299,13 @@ def test_a_thread_that_is_late_makes_no_straggler(thread_ranks):
             time.sleep(0.01)
 
     def train() -> list[bool]:
-        rank, found = bagua.comm.get_rank(), []
-        model, optimizer = build(fault=late)
-        told = averager_of(model)._communicator.statistics
+        loop, found = Averaged(fault=late), []
+        told = averager_of(loop.model)._communicator.statistics
         for _ in range(2):
-            train_until_averaged(model, optimizer, rank, times=3)
+            loop.train_until_averaged(3)
             found.append(bool(told.waits or told.lasts or told.times.waiting_s or told.times.of_collectives_s))
             told.aside = False  # As it is for other communicators.
-        abort(model)
+        loop.abort()
         return found
 
     assert thread_ranks(2, train)[0] == [False, True]
@@ -308,11 +313,10 @@ def test_a_thread_that_is_late_makes_no_straggler(thread_ranks):
 
 @on_ranks(3, assert_same_on_all_ranks)
 def test_ranks_may_stop_after_different_numbers_of_steps() -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = build()
-    if rank < 2:  # The other one has no data at all.
-        train_steps(model, optimizer, rank, range(50 * (rank + 1)))
-    return abort(model)
+    loop = Averaged()
+    if loop.rank < 2:  # The other one has no data at all.
+        loop.train(50 * (loop.rank + 1))
+    return loop.abort()
 
 
 @on_ranks(2)
@@ -333,19 +337,19 @@ def test_who_waits_in_abort_holds_up_none_that_trains():
 
 @pytest.mark.parametrize("first", range(3))
 def test_abort_and_resume_from_any_rank(averaged_ranks, first):
-    def body(rank, model, optimizer) -> list[State]:
-        algorithm, ends = model.bagua_algorithm, []
+    def body(loop) -> list[State]:
+        ends = []
         for _ in range(3):
-            train_until_averaged(model, optimizer, rank)
-            if rank != first:
-                train_until(waits_for_the_end(model, first), model, optimizer, rank)
-            ends.append(abort(model))
-            algorithm.abort(model)  # Twice does no harm.
-            train_steps(model, optimizer, rank, range(rank))  # On its own.
-            if rank != first:
+            loop.train_until_averaged()
+            if loop.rank != first:
+                loop.train_until(waits_for_the_end(loop.model, first))
+            ends.append(loop.abort())
+            loop.abort()  # Twice does no harm.
+            loop.train(loop.rank)  # On its own.
+            if loop.rank != first:
                 time.sleep(0.02)
-            algorithm.resume(model)
-            algorithm.resume(model)
+            loop.resume()
+            loop.resume()
         return ends
 
     for ends in zip(*averaged_ranks(3, body), strict=True):
@@ -353,19 +357,19 @@ def test_abort_and_resume_from_any_rank(averaged_ranks, first):
 
 
 def test_averages_are_formed_again_when_all_have_resumed(averaged_ranks):
-    def body(rank, model, optimizer) -> None:
-        before = abort(model)
-        made = averages_of(model)
-        if rank == 0:
-            model.bagua_algorithm.resume(model)
-            train_steps(model, optimizer, rank, range(20))
+    def body(loop) -> None:
+        before = loop.abort()
+        made = averages_of(loop.model)
+        if loop.rank == 0:
+            loop.resume()
+            loop.train(20)
             time.sleep(0.05)
-            assert averages_of(model) == made
+            assert averages_of(loop.model) == made
         bagua.comm.barrier()
-        if rank == 1:
-            assert_same_on_all_ranks([before, snapshot(model)])
-            model.bagua_algorithm.resume(model)
-        train_until_averaged(model, optimizer, rank)
+        if loop.rank == 1:
+            assert_same_on_all_ranks([before, snapshot(loop.model)])
+            loop.resume()
+        loop.train_until_averaged()
 
     averaged_ranks(2, body)
 
@@ -392,7 +396,8 @@ def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
 
     def train() -> list[float]:
         rank = bagua.comm.get_rank()
-        model, _ = build(NEVER, model=nn.Sequential(nn.Linear(1, 300, bias=False), nn.Linear(300, 1, bias=False)))
+        make = lambda: nn.Sequential(nn.Linear(1, 300, bias=False), nn.Linear(300, 1, bias=False))  # noqa: E731
+        model = Averaged(NEVER, make=make).model
         last = model.bagua_algorithm._buckets[-1]
         assert len(model.bagua_algorithm._buckets) == 2
         with torch.no_grad():
@@ -432,34 +437,34 @@ def ctrl_c(model) -> Iterator[None]:
 def test_ctrl_c_in_abort_before_the_others_come(averaged_ranks):
     interrupted, ends = threading.Event(), threading.Event()
 
-    def body(rank, model, optimizer) -> State:
-        if rank == 0:
-            with ctrl_c(model):
-                model.bagua_algorithm.abort(model)
+    def body(loop) -> State:
+        if loop.rank == 0:
+            with ctrl_c(loop.model):
+                loop.abort()
             interrupted.set()
-            wait_until(waits_for_the_end(model, 1))
-            train_until_averaged(model, optimizer, rank, times=3)
+            wait_until(waits_for_the_end(loop.model, 1))
+            loop.train_until_averaged(3)
             ends.set()
         assert interrupted.wait(60)
-        abort(model)
+        loop.abort()
         assert ends.is_set(), "rank 0 still trained"
-        return snapshot(model)
+        return snapshot(loop.model)
 
     assert_same_on_all_ranks(averaged_ranks(2, body))
 
 
 @pytest.mark.parametrize("then", ["abort", "finish"])
 def test_ctrl_c_in_abort_while_the_others_come(averaged_ranks, then):
-    def body(rank, model, _) -> State:
-        if rank == 0:
-            wait_until(waits_for_the_end(model, 1))
-            with ctrl_c(model):
-                model.bagua_algorithm.abort(model)
-        if rank == 1 or then == "abort":
-            abort(model)
+    def body(loop) -> State:
+        if loop.rank == 0:
+            wait_until(waits_for_the_end(loop.model, 1))
+            with ctrl_c(loop.model):
+                loop.abort()
+        if loop.rank == 1 or then == "abort":
+            loop.abort()
         if then == "finish":
-            model.bagua_finish()
-        return snapshot(model)
+            loop.model.bagua_finish()
+        return snapshot(loop.model)
 
     assert_same_on_all_ranks(averaged_ranks(2, body))
 
@@ -469,40 +474,36 @@ def test_ctrl_c_in_abort_while_the_others_come(averaged_ranks, then):
 
 def test_in_warm_up_training_is_synchronous(thread_ranks):
     def train() -> tuple[State, State]:
-        loop = Loop("with_bagua", algorithm=AsyncModelAverageAlgorithm("all", 0, 6), bucket_bytes=1000)
-        loop.train(6)
-        synchronous = snapshot(loop.model)
+        loop = Averaged(AsyncModelAverageAlgorithm("all", 0, 6))
+        synchronous = loop.train(6)
         assert averages_of(loop.wrapped) == 0
-        train_until_averaged(loop.wrapped, loop.optimizer, loop.rank)
-        return synchronous, abort(loop.wrapped)
+        loop.train_until_averaged()
+        return synchronous, loop.abort()
 
     results = thread_ranks(3, train)
     assert_same_on_all_ranks([synchronous for synchronous, _ in results])
-    assert_close(results[0][0], reference(mlp(), sgd, 3, range(6)))
+    assert_close(results[0][0], reference(mlp(), plain_sgd, 3, range(6)))
     assert_same_on_all_ranks([state for _, state in results])
 
 
 def test_abort_in_warm_up_and_training_on(thread_ranks):
     def train() -> State:
-        loop = Loop("with_bagua", algorithm=AsyncModelAverageAlgorithm("all", 1e9, 6), bucket_bytes=1000)
+        loop = Averaged(AsyncModelAverageAlgorithm("all", 1e9, 6))
         loop.train(3)
         if loop.rank == 0:  # It has nothing to wait for.
-            abort(loop.wrapped)
-            loop.wrapped.bagua_algorithm.resume(loop.wrapped)
+            loop.abort()
+            loop.resume()
         loop.train(3)
-        return abort(loop.wrapped)  # Nobody has made the first step after warm-up.
+        return loop.abort()  # Nobody has made the first step after warm-up.
 
-    states = thread_ranks(2, train)
-    assert_same_on_all_ranks(states)
-    assert_close(states[0], reference(mlp(), sgd, 2, range(6)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), plain_sgd, 2, range(6)))
 
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it() -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = build(AsyncModelAverageAlgorithm("all", 0, 3))
-    train_steps(model, optimizer, rank, range(3 + 4 * rank))
-    return abort(model)
+    loop = Averaged(AsyncModelAverageAlgorithm("all", 0, 3))
+    loop.train(3 + 4 * loop.rank)
+    return loop.abort()
 
 
 # What training loops do.
@@ -511,52 +512,51 @@ def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it() -> State:
 def test_weights_stay_while_a_step_goes_on(averaged_ranks):
     """Several forwards in a step, ``no_sync``, ``eval`` and ``no_grad`` are no safe points."""
 
-    def body(_, model, optimizer) -> None:
+    def body(loop) -> None:
         inputs = torch.ones(1, 8)
         for _ in range(20):
-            with model.no_sync():
-                model(inputs).square().mean().backward()
-            before = snapshot(model)
+            with loop.model.no_sync():
+                loop.model(inputs).square().mean().backward()
+            before = snapshot(loop.model)
             time.sleep(0.003)
-            with model.no_sync():
-                model(inputs).square().mean().backward()
-            model.eval()(inputs)
+            with loop.model.no_sync():
+                loop.model(inputs).square().mean().backward()
+            loop.model.eval()(inputs)
             with torch.no_grad():
-                model.train()(inputs)
-            loss = model(inputs).square().mean() + model(inputs).square().mean()
-            assert_same_on_all_ranks([before, snapshot(model)])
+                loop.model.train()(inputs)
+            loss = loop.model(inputs).square().mean() + loop.model(inputs).square().mean()
+            assert_same_on_all_ranks([before, snapshot(loop.model)])
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        abort(model)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.abort()
 
     averaged_ranks(2, body)
 
 
 def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd(averaged_ranks):
-    def body(rank, model, _) -> None:
-        stale = loss_of(model, rank, 0)  # Its backward pass comes too late.
-        loss_of(model, rank, 1).backward()
-        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
-        loss_of(model, rank, 2).backward()
+    def body(loop) -> None:
+        stale = loss_of(loop.model, loop.rank, 0)  # Its backward pass comes too late.
+        loss_of(loop.model, loop.rank, 1).backward()
+        wait_until(lambda: averager_of(loop.model).stage is Stage.DIFFERENCE)
+        loss_of(loop.model, loop.rank, 2).backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
-        abort(model)
+        loop.abort()
 
     averaged_ranks(2, body)
 
 
 def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
     def train() -> tuple[State, State, float]:
-        rank, total = bagua.comm.get_rank(), torch.zeros(1)
-        (first, one), (second, two) = build(model=mlp(1)), build(model=mlp(2))
-        for step in range(30):
-            train_steps(first, one, rank, [step])
-            train_steps(second, two, rank, [step])
+        loops, total = [Averaged(make=functools.partial(mlp, seed)) for seed in (1, 2)], torch.zeros(1)
+        for _ in range(30):
+            for loop in loops:
+                loop.train()
             total += 1
             bagua.comm.allreduce(total)
             total /= 2
-        return abort(second), abort(first), total.item()
+        return loops[1].abort(), loops[0].abort(), total.item()
 
     for one, other in zip(*thread_ranks(2, train), strict=True):
         assert one == other == 30.0 if isinstance(one, float) else assert_same_on_all_ranks([one, other]) is None
@@ -577,35 +577,34 @@ class Checkpointed(nn.Module):
 @on_ranks(2)
 def test_only_passes_that_bring_gradients_are_steps(reentrant):
     """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
-    rank = bagua.comm.get_rank()
-    model, optimizer = build(model=nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
+    loop = Averaged(make=lambda: nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
     for step in range(5):
-        optimizer.zero_grad()
-        inputs = batch(rank, step)[0].requires_grad_()
-        output = model(inputs).sum()
-        if rank == 0 and not reentrant:
+        loop.optimizer.zero_grad()
+        inputs = batch(loop.rank, step)[0].requires_grad_()
+        output = loop.wrapped(inputs).sum()
+        if loop.rank == 0 and not reentrant:
             torch.autograd.grad(output, inputs, retain_graph=True)
         output.backward()
-        optimizer.step()
-    abort(model)
-    assert model._bagua_engine.reducer.step == 5
+        loop.optimizer.step()
+    loop.abort()
+    assert loop.reducer.step == 5
 
 
 @on_ranks(2)
 def test_gradients_are_those_of_the_rank():
     """With a ``GradScaler``, too: nothing touches them."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model, optimizer = build(grad_scaler=scaler)
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, bagua.comm.get_rank(), step)
-        expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loop = Averaged(grad_scaler=scaler)
+    for _ in range(5):
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        expected = torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
         scaler.scale(loss).backward()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        for parameter, gradient in zip(loop.model.parameters(), expected, strict=True):
             assert torch.allclose(parameter.grad, 4.0 * gradient)
-        scaler.step(optimizer)
+        scaler.step(loop.optimizer)
         scaler.update(4.0)
-    abort(model)
+    loop.abort()
 
 
 # Checkpoints and changes.
@@ -615,51 +614,49 @@ def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
     algorithm = AsyncModelAverageAlgorithm("all", 1e9, 2)
 
     def save() -> tuple[State, State, dict]:
-        rank = bagua.comm.get_rank()
-        model, optimizer = build(algorithm)
-        train_steps(model, optimizer, rank, range(4))
-        saved = snapshot(model), model.bagua_state_dict()
-        train_steps(model, optimizer, rank, [4])
-        return *saved, snapshot(model)
+        loop = Averaged(algorithm)
+        saved = loop.train(4), loop.model.bagua_state_dict()
+        return *saved, loop.train()
 
     def load(saved) -> None:
         weights, state, later = saved[bagua.comm.get_rank()]
-        model, optimizer = build(algorithm, model=mlp(7))
-        model.load_state_dict(weights)
-        model.bagua_load_state_dict(state)
-        assert_same_on_all_ranks([weights, snapshot(model)])  # Also where they differ between ranks.
-        train_steps(model, optimizer, bagua.comm.get_rank(), [4])
-        assert_same_on_all_ranks([later, snapshot(model)])
-        assert model._bagua_engine.reducer.step == 5
-        another, _ = build(algorithm)
-        another.bagua_load_state_dict(state)
-        abort(another)  # Its warm-up is over.
-        assert averages_of(another) == 1
+        loop = Averaged(algorithm, make=functools.partial(mlp, 7))
+        loop.model.load_state_dict(weights)
+        loop.model.bagua_load_state_dict(state)
+        assert_same_on_all_ranks([weights, snapshot(loop.model)])  # Also where they differ between ranks.
+        loop.step = 4
+        assert_same_on_all_ranks([later, loop.train()])
+        assert loop.reducer.step == 5
+        another = Averaged(algorithm)
+        another.model.bagua_load_state_dict(state)
+        another.abort()  # Its warm-up is over.
+        assert averages_of(another.model) == 1
 
     thread_ranks(2, load, thread_ranks(2, save))
 
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_switching_and_changing_the_model_stop_averaging_first() -> State:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = plain_sgd(model.parameters())
-    wrapped, _ = bagua_init(model, optimizer, "async", sync_interval_ms=0, message_size=1000)
-    train_steps(wrapped, optimizer, rank, range(10 + rank))
+    def wrap(*made, algorithm):
+        return bagua_init(*made, algorithm, sync_interval_ms=0, message_size=1000)[0]
+
+    loop = Averaged("async", wrap=wrap)
+    loop.train(10 + loop.rank)
     for wanted in (False, True):
-        for parameter in model[0].parameters():
+        for parameter in loop.model[0].parameters():
             parameter.requires_grad_(wanted)
-        train_until_averaged(wrapped, optimizer, rank)
-    thread = averager_of(wrapped)._thread
-    wrapped._bagua_engine.reducer.formation.reset(bucket_bytes=500)
+        loop.train_until_averaged()
+    thread = averager_of(loop.wrapped)._thread
+    loop.reducer.formation.reset(bucket_bytes=500)
     assert not thread.is_alive()
-    train_until_averaged(wrapped, optimizer, rank)
-    wrapped.switch_to("allreduce")
-    train_steps(wrapped, optimizer, rank, range(2))
-    wrapped.switch_to(OFTEN)
-    train_until_averaged(wrapped, optimizer, rank)
-    abort(wrapped)
-    wrapped.switch_to("allreduce")
-    return snapshot(model)
+    loop.train_until_averaged()
+    loop.switch_to("allreduce")
+    loop.train(2)
+    loop.switch_to(OFTEN)
+    loop.train_until_averaged()
+    loop.abort()
+    loop.switch_to("allreduce")
+    return snapshot(loop.model)
 
 
 @on_ranks(2)
@@ -679,9 +676,9 @@ def test_training_goes_on_after_finish_with_averages():
 
 
 def test_one_rank_that_ends_while_another_one_switches(averaged_ranks):
-    def body(rank, model, _) -> tuple[int, ...]:
+    def body(loop) -> tuple[int, ...]:
         with pytest.raises(CollectiveMismatchError) as caught:
-            abort(model) if rank == 0 else model.bagua_finish()
+            loop.abort() if loop.rank == 0 else loop.model.bagua_finish()
         return caught.value.peers
 
     assert averaged_ranks(2, body) == [(1,), (1,)]
@@ -690,14 +687,14 @@ def test_one_rank_that_ends_while_another_one_switches(averaged_ranks):
 def test_one_rank_alone_changes_its_model(averaged_ranks):
     named = threading.Event()
 
-    def body(rank, model, optimizer) -> tuple[int, ...]:
-        if rank == 1:
+    def body(loop) -> tuple[int, ...]:
+        if loop.rank == 1:
             with contextlib.suppress(PeerLostError):  # Rank 0 has given up.
-                train_until(named.is_set, model, optimizer, rank)
+                loop.train_until(named.is_set)
             return ()
-        model[0].weight.requires_grad_(False)
+        loop.model[0].weight.requires_grad_(False)
         with pytest.raises(CollectiveTimeoutError, match="not all ranks stopped") as caught:
-            train_steps(model, optimizer, rank, [0])
+            loop.train()
         named.set()
         return caught.value.peers
 
@@ -705,11 +702,11 @@ def test_one_rank_alone_changes_its_model(averaged_ranks):
 
 
 def test_another_wrapper_of_the_same_module_ends_averaging(averaged_ranks):
-    def body(rank, model, optimizer) -> None:
-        thread = averager_of(model)._thread
-        other = DistributedDataParallel(model, bucket_bytes=1000)
+    def body(loop) -> None:
+        thread = averager_of(loop.model)._thread
+        other = DistributedDataParallel(loop.model, bucket_bytes=1000)
         assert not thread.is_alive()
-        train_steps(other, optimizer, rank, range(3))
+        train_steps(other, loop.optimizer, loop.rank, range(3))
 
     averaged_ranks(2, body)
 
@@ -720,20 +717,20 @@ def test_another_wrapper_of_the_same_module_ends_averaging(averaged_ranks):
 @pytest.mark.parametrize("leave", [lambda model: model.bagua_close(), lambda _: bagua.comm.destroy_process_group()])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_rank_that_leaves_lets_the_others_train_on_and_end(averaged_ranks, leave, paused, caplog):
-    def body(rank, model, optimizer) -> None:
-        algorithm, thread = model.bagua_algorithm, averager_of(model)._thread
+    def body(loop) -> None:
+        thread = averager_of(loop.model)._thread
         if paused:
-            abort(model)
-        if rank == 1:
-            leave(model)
+            loop.abort()
+        if loop.rank == 1:
+            leave(loop.model)
             assert not thread.is_alive()
             return
-        train_until(lambda: not thread.is_alive(), model, optimizer, rank)
-        train_steps(model, optimizer, rank, range(5))
+        loop.train_until(lambda: not thread.is_alive())
+        loop.train(5)
         with contextlib.nullcontext() if paused else pytest.raises(PeerLostError, match="rank 1 has left"):
-            algorithm.abort(model)
+            loop.abort()
         with pytest.raises(PeerLostError, match="rank 1 has left") as caught:
-            algorithm.resume(model)
+            loop.resume()
         assert caught.value.peers == (1,)
 
     averaged_ranks(3, body)
@@ -742,27 +739,26 @@ def test_a_rank_that_leaves_lets_the_others_train_on_and_end(averaged_ranks, lea
 
 
 def test_a_rank_that_leaves_ends_the_abort_of_others(averaged_ranks):
-    def body(rank, model, _) -> None:
-        if rank == 1:
-            wait_until(waits_for_the_end(model, 0))
-            model.bagua_close()
+    def body(loop) -> None:
+        if loop.rank == 1:
+            wait_until(waits_for_the_end(loop.model, 0))
+            loop.model.bagua_close()
             with pytest.raises(CommunicatorClosedError, match="was closed"):
-                model.bagua_algorithm.resume(model)
+                loop.resume()
             return
         with pytest.raises(PeerLostError, match="rank 1 has left"):
-            abort(model)
+            loop.abort()
 
     averaged_ranks(2, body)
 
 
 @on_ranks(2)
 def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others():
-    rank = bagua.comm.get_rank()
-    model, optimizer = build()
-    train_until_averaged(model, optimizer, rank)
-    thread = averager_of(model)._thread
-    if rank == 0:
-        del model, optimizer
+    loop = Averaged()
+    loop.train_until_averaged()
+    thread = averager_of(loop.model)._thread
+    if loop.rank == 0:
+        del loop
     wait_until(lambda: gc.collect() >= 0 and not thread.is_alive())
 
 
@@ -816,31 +812,30 @@ def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average(averag
     def fail(*_: object) -> None:
         raise MemoryError("for the test")
 
-    def body(rank, model, optimizer) -> None:
-        averager = averager_of(model)
-        if rank == 1:
+    def body(loop) -> None:
+        averager = averager_of(loop.model)
+        if loop.rank == 1:
             wait_until(lambda: averager.stage is Stage.DIFFERENCE)
             averager._communicator.allreduce = fail
             wait_until(lambda: not averager._thread.is_alive())
             assert averager.stage is Stage.EMPTY
-        with pytest.raises(MemoryError if rank == 1 else PeerLostError, match="for the test"):
-            train_until(lambda: False, model, optimizer, rank)
+        with pytest.raises(MemoryError if loop.rank == 1 else PeerLostError, match="for the test"):
+            loop.train_until(lambda: False)
 
     averaged_ranks(3, body)
 
 
 @on_ranks(2)
 def test_an_error_of_averaging_keeps_no_model_alive():
-    rank = bagua.comm.get_rank()
-    model, optimizer = build()
-    train_until_averaged(model, optimizer, rank)
-    if rank == 1:
+    loop = Averaged()
+    loop.train_until_averaged()
+    if loop.rank == 1:
         bagua.comm.get_default_group().abort("for the test")
         return
     with pytest.raises(CommunicationError):
-        train_until(lambda: False, model, optimizer, rank)
-    averager, gone = averager_of(model), weakref.ref(model)
-    del model, optimizer
+        loop.train_until(lambda: False)
+    averager, gone = averager_of(loop.model), weakref.ref(loop.model)
+    del loop
     wait_until(lambda: gc.collect() >= 0 and gone() is None)
     assert averager.error is not None
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -16,26 +15,23 @@ from bagua import testing
 from bagua.algorithms import AsyncModelAverageAlgorithm
 from bagua.comm.store.serving import serve_store
 from bagua.errors import CommunicatorClosedError, PeerLostError
-from bagua.parallel import with_bagua
-from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks
 from tests.parallel.scripts import start_scripts
-from tests.parallel.test_async import PACE_S, averages_of, train_until_averaged
+from tests.parallel.test_async import Averaged, averages_of
+from tests.parallel.wrapping import of_this_rank
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def _build():
-    model = mlp(bagua.comm.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1), bucket_bytes=1000), optimizer
+def _averaged() -> Averaged:
+    """A model that has been averaged, from weights of each rank's own."""
+    loop = Averaged(AsyncModelAverageAlgorithm("all", 1), make=of_this_rank)
+    loop.train_until_averaged()
+    return loop
 
 
 def _train_and_abort() -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = _build()
-    train_until_averaged(model, optimizer, rank)
-    model.bagua_algorithm.abort(model)
-    return snapshot(model)
+    return _averaged().abort()
 
 
 def test_models_are_equal_after_abort_on_gloo(process_ranks):
@@ -48,22 +44,20 @@ def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
 
 def _abort_in_a_child() -> int:
     """The exit status of a forked child that calls ``abort``; its parent averages on."""
-    rank = bagua.comm.get_rank()
-    model, optimizer = _build()
-    train_until_averaged(model, optimizer, rank)
+    loop = _averaged()
     child = os.fork()
     if not child:
         signal.alarm(60)
         status = 1
         try:
-            model.bagua_algorithm.abort(model)
+            loop.abort()
         except CommunicatorClosedError as error:
             status = 0 if "forked" in str(error) else 2
         finally:
             os._exit(status)
     _, ended = os.waitpid(child, 0)
-    train_until_averaged(model, optimizer, rank)
-    model.bagua_algorithm.abort(model)
+    loop.train_until_averaged()
+    loop.abort()
     return os.waitstatus_to_exitcode(ended)
 
 
@@ -72,17 +66,13 @@ def test_a_forked_child_does_not_wait_for_the_end(process_ranks):
 
 
 def _train_until_killed() -> tuple[int, ...]:
-    rank = bagua.comm.get_rank()
-    model, optimizer = _build()
+    loop = _averaged()
     with pytest.raises(PeerLostError) as caught:
-        while True:
-            train_steps(model, optimizer, rank, [0])
-            time.sleep(PACE_S)
-            if rank == 1 and averages_of(model) >= 2:
-                testing.die()
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+        loop.train_until(lambda: loop.rank == 1 and averages_of(loop.model) >= 2)
+        testing.die()
+    assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
     with pytest.raises(PeerLostError):
-        model.bagua_algorithm.abort(model)
+        loop.abort()
     return caught.value.peers
 
 
@@ -93,16 +83,13 @@ def test_a_killed_process_is_named_by_the_others(process_pool):
 
 def _interrupt_abort() -> State:
     """Rank 0 is interrupted in ``abort``, in which it waits for the other one, and aborts again."""
-    rank, comm = bagua.comm.get_rank(), bagua.comm.get_default_group().global_communicator
-    model, optimizer = _build()
-    train_until_averaged(model, optimizer, rank)
-    if rank == 0:
+    loop = _averaged()
+    if loop.rank == 0:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            model.bagua_algorithm.abort(model)
-    comm.barrier()
-    model.bagua_algorithm.abort(model)
-    return snapshot(model)
+            loop.abort()
+    bagua.comm.get_default_group().global_communicator.barrier()
+    return loop.abort()
 
 
 def test_ctrl_c_ends_the_wait_in_abort(process_ranks):
