@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from bagua.algorithms import Algorithm, LocalUpdates, LoCoAlgorithm, SignSGDAlgorithm, TopKAlgorithm, registry
+from bagua.algorithms import (
+    Algorithm,
+    DecentralizedAlgorithm,
+    LocalUpdates,
+    LoCoAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    ReducedGradients,
+    SignSGDAlgorithm,
+    TopKAlgorithm,
+    registry,
+)
+from bagua.compression import BlockTopK
+from bagua.primitives import AllGatherReducer, ErrorFeedback
+from tests.algorithms.test_gradients_in_parts import BY_LAYER
 from tests.algorithms.toys import (
     DelayedGossip,
     LocalSgd,
@@ -26,12 +40,6 @@ from tests.contract.algorithms import (
     train,
     train_and_save,
 )
-
-
-@pytest.fixture
-def pool(thread_pool):
-    return thread_pool
-
 
 #: Two runs of an algorithm that exchanges in the background are never alike; such have tests of their own.
 #: The warm-up of some is longer than a test; quicker ones stand in for them. Ranks that train alone for long have tests
@@ -63,6 +71,37 @@ def algorithm(request):
 class TestRegisteredAlgorithm(AlgorithmContract):
     #: The test of host layouts trains with four ranks.
     sizes = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class BlockTopKSgd(ReducedGradients):
+    """A composition that is not registered: the largest elements of each block, with error feedback."""
+
+    kept: int = 16
+
+    @property
+    def reducer(self) -> ErrorFeedback:
+        return ErrorFeedback(AllGatherReducer(BlockTopK(64, self.kept)))
+
+
+class TestOthers(AlgorithmContract):
+    """Toys, compositions, and options beyond the default ones."""
+
+    @pytest.fixture(
+        params=[
+            DelayedGossip(),
+            Rounded(),
+            LocalSgd(),
+            WarmsUp(),
+            BlockTopKSgd(),
+            Algorithm.of(BY_LAYER),
+            DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+            LowPrecisionDecentralizedAlgorithm(topology="hierarchical_torus", communication_interval=2),
+        ],
+        ids=repr,
+    )
+    def algorithm(self, request):
+        return request.param
 
 
 def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

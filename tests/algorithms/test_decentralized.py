@@ -11,14 +11,13 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPrecisionDecentralizedAlgorithm, Weights
-from bagua.compression import BySize, Identity, Metadata, MinMaxUInt8, Sign, TopK
+from bagua.compression import Identity, Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.topology import Hierarchical, Ring
-from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
-from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, Made, graph
+from tests.topologies import ONE_WAY, STAR, Made, graph
 
 STEPS = 6
 Matrix = torch.Tensor
@@ -334,26 +333,6 @@ def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkey
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
-        (lambda: DecentralizedAlgorithm(peer_selection_mode=3), "argument peer_selection_mode"),
-        (lambda: DecentralizedAlgorithm(communication_interval=0), ">= 1"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(topology=DRAWN_PAIRS), "stay the same"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(codec=TopK()), "drop most of each update"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(codec=BySize(large=Sign())), "drop most of each update"),
-    ],
-    ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec", "top_k", "sign"],
-)
-def test_options_that_cannot_work_are_refused(build, words):
-    with pytest.raises(ConfigurationError, match=words):
-        build()
-
-
-@pytest.mark.parametrize(
     ("algorithm", "words"),
     [
         (LowPrecisionDecentralizedAlgorithm(topology=ONE_WAY), "same weight"),
@@ -376,26 +355,7 @@ def test_a_parameter_that_no_optimizer_steps_is_named():
         with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")
 
 
-# The contract, beyond the default options.
-
-
-@pytest.fixture
-def pool(thread_pool):
-    return thread_pool
-
-
-class TestPairs(AlgorithmContract):
-    exchange_is_the_exact_mean = False
-
-    @pytest.fixture
-    def algorithm(self):
-        return DecentralizedAlgorithm(peer_selection_mode="shift_one")
-
-
-class TestDifferencesOnHosts(AlgorithmContract):
-    @pytest.fixture
-    def algorithm(self):
-        return LowPrecisionDecentralizedAlgorithm(topology="hierarchical_torus", communication_interval=2)
+# As a value.
 
 
 def test_a_topology_as_an_option_prints_and_is_compared():

@@ -199,27 +199,7 @@ def test_dion_refuses_another_optimizer(case):
         with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=2))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LoCoAlgorithm(averaging=0.0),
-        lambda: LoCoAlgorithm(reset_every=0),
-        lambda: LoCoAlgorithm(block_numel=12),
-        lambda: DionAlgorithm(matrix_rank=0),
-        lambda: DionAlgorithm(momentum=1.0),
-    ],
-)
-def test_options_out_of_range_are_refused_at_once(make):
-    with pytest.raises(ConfigurationError):
-        make()
-
-
 # The contract, but for what holds of gradients only: on one rank these step along directions, too.
-
-
-@pytest.fixture
-def pool(thread_pool):
-    return thread_pool
 
 
 class QuickDion(DionAlgorithm):

@@ -22,6 +22,7 @@ from bagua.algorithms import (
     Blend,
     Buffers,
     Difference,
+    DiLoCoAlgorithm,
     EagerStep,
     Every,
     Exchange,
@@ -415,19 +416,20 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "hosts"),
     [
-        STREAMING,
-        Algorithm.of(gradients(lag=2)),
-        around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")),
-        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)),
-        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)),
-        Algorithm.init("sparse_loco", sync_every=4, start_after=0, error_feedback="weights", hierarchical=False),
+        (STREAMING, [2]),
+        (Algorithm.of(gradients(lag=2)), [2]),
+        (around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")), [2]),
+        (Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)), [2]),
+        (Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)), [2]),
+        (Algorithm.init("sparse_loco", sync_every=4, start_after=0, error_feedback="weights", hierarchical=False), [2]),
+        (DiLoCoAlgorithm(4, fragments=2, overlap=2, codec="int4", error_feedback=True, inner="bytegrad"), [2, 2]),
     ],
-    ids=["streaming", "late gradients", "around gossip", "residuals", "residuals and factors", "residuals in weights"],
+    ids=["streaming", "late gradients", "around gossip", "residuals", "and factors", "in weights", "between hosts"],
 )
-def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
-    for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
+def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm, hosts):
+    for ends in thread_ranks(sum(hosts), _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16, hosts=hosts):
         for end in ends[1:]:
             assert_same_on_all_ranks([ends[0], end])
 

@@ -13,7 +13,6 @@ from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Mean
 from bagua.engine.state.equality import EqualityCheck
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from tests.contract.algorithms import AlgorithmContract
 from tests.harness import (
     State,
     assert_close,
@@ -32,16 +31,6 @@ BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends",
 
 def train(algorithm: Algorithm) -> State:
     return Loop("with_bagua", lambda: mlp(bagua.comm.get_rank()), algorithm=algorithm).train(6)
-
-
-class TestByLayer(AlgorithmContract):
-    @pytest.fixture
-    def algorithm(self):
-        return Algorithm.of(BY_LAYER)
-
-    @pytest.fixture
-    def pool(self, thread_pool):
-        return thread_pool
 
 
 @pytest.mark.parametrize("parts", [Parts(3, "strided"), Parts(2, "bytes")], ids=repr)

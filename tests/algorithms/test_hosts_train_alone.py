@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import bagua.comm
 from bagua.algorithms import (
     Algorithm,
     Difference,
@@ -25,13 +23,11 @@ from bagua.algorithms import (
     OuterStep,
     Replace,
     SlowMoAlgorithm,
-    SparseLoCoAlgorithm,
-    Sum,
     around,
 )
-from bagua.errors import ConfigurationError
-from bagua.parallel import with_bagua
-from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.algorithms.replicas import Replicas
+from tests.harness import Losses, State, assert_same_on_all_ranks, batch, mlp, snapshot
+from tests.parallel.wrapping import Loop, of_this_rank
 
 STEPS = 13
 INNER = "gradient_allreduce"
@@ -43,23 +39,28 @@ def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def double() -> nn.Module:
+    return mlp().double()
+
+
+def loop_of(algorithm: Algorithm | str, losses: Losses = loss) -> Loop:
+    """In double precision."""
+    return Loop("with_bagua", lambda: of_this_rank().double(), optimizer_of, losses, algorithm=algorithm)
 
 
 def train(algorithm: Algorithm | str, steps: int = STEPS, share: int | None = None) -> list[State]:
-    """The weights after each step, in double precision. With a ``share``, on that many batches in each step."""
-    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank()).double()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-    batches = [rank] if share is None else range(rank * share, (rank + 1) * share)
-    watched = []
-    for number in range(steps):
-        optimizer.zero_grad()
-        (sum(loss(wrapped, one, number) for one in batches) / len(batches)).backward()
-        optimizer.step()
-        watched.append(snapshot(model))
-    return watched
+    """The weights after each step. With a ``share``, on that many batches in each step."""
+
+    def losses(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        batches = [rank] if share is None else range(rank * share, (rank + 1) * share)
+        return sum(loss(model, one, number) for one in batches) / len(batches)
+
+    loop = loop_of(algorithm, losses)
+    return [loop.train() for _ in range(steps)]
 
 
 def assert_equal_in_double(states: list[State], expected: list[State]) -> None:
@@ -68,69 +69,42 @@ def assert_equal_in_double(states: list[State], expected: list[State]) -> None:
             assert torch.allclose(value, one[name], rtol=0, atol=1e-12), name
 
 
-class Hosts:
-    """The same in plain torch: one model for each host, with the mean gradient of its ranks."""
+class Hosts(Replicas):
+    """The same in plain torch: one model for each host, with the mean gradient of its ranks that have data."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-        self.models = [mlp().double() for _ in sizes]
-        self.optimizers = [optimizer_of(model) for model in self.models]
-        self.anchor = [nn.Parameter(one.detach().clone()) for one in self.models[0].parameters()]
-        self.outer = torch.optim.SGD(self.anchor, lr=0.5, momentum=0.5)
+    def __init__(self, sizes: Sequence[int], batches: Sequence[int] = (STEPS,) * 4) -> None:
+        def losses(model: nn.Module, host: int, number: int) -> torch.Tensor:
+            ranks = range(sum(sizes[:host]), sum(sizes[: host + 1]))
+            return sum(loss(model, rank, number) * (number < batches[rank]) for rank in ranks) / len(ranks)
 
-    def step(self, number: int) -> None:
-        first = 0
-        for size, model, optimizer in zip(self.sizes, self.models, self.optimizers, strict=True):
-            optimizer.zero_grad()
-            (sum(loss(model, rank, number) for rank in range(first, first + size)) / size).backward()
-            optimizer.step()
-            first += size
+        super().__init__(len(sizes), optimizer_of, double, losses)
+        self.parts = torch.tensor(sizes).double() / sum(sizes)
+        self.anchor = nn.Parameter(self.rows[0])
+        self.outer = torch.optim.SGD([self.anchor], lr=0.5, momentum=0.5)
 
-    @torch.no_grad()
     def outer_step(self) -> None:
-        parts = [size / sum(self.sizes) for size in self.sizes]
-        for anchor, *weights in zip(self.anchor, *(model.parameters() for model in self.models), strict=True):
-            anchor.grad = anchor - sum(part * one for part, one in zip(parts, weights, strict=True))
+        self.anchor.grad = self.anchor.detach() - self.parts @ self.rows
         self.outer.step()
-        for model in self.models:
-            for own, anchor in zip(model.parameters(), self.anchor, strict=True):
-                own.copy_(anchor)
+        self.rows = self.anchor.detach()
 
 
-#: Batches of each rank: the first one of the first host has fewer than the other one.
-BATCHES = (2, 6, 4, 3)
+@pytest.mark.parametrize("batches", [(2, 6, 4, 3), (0, 4, 4, 4), (4, 0, 4, 4)], ids=str)
+def test_a_host_contributes_what_its_ranks_with_data_learn(thread_pool, batches):
+    """Also if its first rank has none, or none any more: gradients of such ranks are zero."""
 
+    def train_while_there_is_data() -> State:
+        loop = loop_of(LocalSGDAlgorithm(2, inner=INNER))
+        with loop.wrapped.join():
+            loop.train(batches[loop.rank])
+        return snapshot(loop.model)
 
-def train_while_there_is_data() -> State:
-    rank, model = bagua.comm.get_rank(), mlp().double()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], LocalSGDAlgorithm(2, inner=INNER), bucket_bytes=1000)
-    with wrapped.join():
-        for number in range(BATCHES[rank]):
-            optimizer.zero_grad()
-            loss(wrapped, rank, number).backward()
-            optimizer.step()
-    return snapshot(model)
-
-
-def test_a_host_whose_first_rank_has_no_data_left_contributes_what_the_others_learn(thread_pool):
-    """In plain torch: one model for each host, with zeros for the gradients of ranks without data."""
-    models = [mlp().double() for _ in range(2)]
-    optimizers = [optimizer_of(model) for model in models]
-    for number in range(max(BATCHES)):
-        for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            for rank in (2 * host, 2 * host + 1):
-                (loss(model, rank, number) * (number < BATCHES[rank]) / 2).backward()
-            optimizer.step()
+    expected = Hosts([2, 2], batches)
+    for number in range(max(batches)):
+        expected.step(number)
         if number % 2:
-            for one, other in zip(*(model.parameters() for model in models), strict=True):
-                mean = (one.data + other.data) / 2
-                one.data.copy_(mean)
-                other.data.copy_(mean)
-    expected = snapshot(models[0])
+            expected.rows = expected.mean
     ends = thread_pool.run(train_while_there_is_data, hosts=[2, 2])
-    assert_equal_in_double(ends, [expected] * 4)
+    assert_equal_in_double(ends, [expected.states()[0]] * 4)
 
 
 @pytest.mark.parametrize("hosts", [[2, 2], [1, 3]], ids=str)
@@ -143,7 +117,7 @@ def test_hosts_train_as_in_plain_torch(thread_pool, hosts):
         if number % 4 == 3:
             expected.outer_step()
         ends = [states[number] for states in watched]
-        assert_equal_in_double(ends, [snapshot(expected.models[host]) for host in of_host])
+        assert_equal_in_double(ends, [expected.states()[host] for host in of_host])
         for host in range(len(hosts)):
             assert_same_on_all_ranks([end for end, its in zip(ends, of_host, strict=True) if its == host])
 
@@ -192,7 +166,7 @@ def test_one_host_averages_gradients_and_looks_ahead(thread_pool):
         ahead.step(number)
         if number % 4 == 3:
             ahead.outer_step()
-    assert_equal_in_double([states[-1] for states in watched], [snapshot(ahead.models[0])] * 3)
+    assert_equal_in_double([states[-1] for states in watched], ahead.states() * 3)
 
 
 def test_the_same_can_be_composed(thread_pool):
@@ -207,16 +181,11 @@ def test_the_same_can_be_composed(thread_pool):
 
 def bytes_of_an_outer_step() -> dict[str, int]:
     """Bytes that this rank sends on each communicator, in the step after which hosts exchange."""
-    model = mlp()
-    optimizer = optimizer_of(model)
-    wrapped: Any = with_bagua(model, [optimizer], DiLoCoAlgorithm(4, inner=INNER))
-    group = wrapped._bagua_engine.reducer.group
-    rank, before = bagua.comm.get_rank(), {}
-    for number in range(4):
-        before = {name: one.statistics.sent_bytes() for name, one in communicators(group)}
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, number).backward()
-        optimizer.step()
+    loop = Loop("with_bagua", mlp, optimizer_of, algorithm=DiLoCoAlgorithm(4, inner=INNER), bucket_bytes=10**6)
+    group = loop.reducer.group
+    loop.train(3)
+    before = {name: one.statistics.sent_bytes() for name, one in communicators(group)}
+    loop.train()
     return {name: one.statistics.sent_bytes() - before[name] for name, one in communicators(group)}
 
 
@@ -233,71 +202,11 @@ def test_one_rank_of_each_host_talks_between_hosts(thread_pool):
     assert weights <= found[0]["between"] <= 3 * weights
 
 
-def save_and_go_on(algorithm: Algorithm) -> tuple[State, State]:
-    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = mlp(seed).double()
-        optimizer = optimizer_of(model)
-        return model, optimizer, with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss(wrapped, rank, number).backward()
-        optimizer.step()
-
-    rank = bagua.comm.get_rank()
-    model, optimizer, wrapped = begin(0)
-    for number in range(7):
-        step(number)
-    saved = snapshot(model), copy.deepcopy(optimizer.state_dict()), wrapped.bagua_state_dict()
-    for number in range(7, STEPS):
-        step(number)
-    end = snapshot(model)
-    wrapped.bagua_close()
-    model, optimizer, wrapped = begin(5)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    wrapped.bagua_load_state_dict(saved[2])
-    for number in range(7, STEPS):
-        step(number)
-    return end, snapshot(model)
-
-
-def test_training_resumes_bit_by_bit(thread_pool):
-    algorithm = DiLoCoAlgorithm(4, fragments=2, overlap=2, codec="int4", error_feedback=True, inner="bytegrad")
-    for end, resumed in thread_pool.run(save_and_go_on, algorithm, hosts=[2, 2]):
-        assert_same_on_all_ranks([end, resumed])
-
-
-def finish() -> State:
-    model = mlp(bagua.comm.get_rank()).double()
-    optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], LocalSGDAlgorithm(100, inner=INNER))
-    optimizer.zero_grad()
-    loss(wrapped, bagua.comm.get_rank(), 0).backward()
-    optimizer.step()
-    wrapped.bagua_finish()
-    return snapshot(model)
-
-
 def test_the_end_makes_one_model_of_all_hosts(thread_pool):
+    def finish() -> State:
+        loop = loop_of(LocalSGDAlgorithm(100, inner=INNER))
+        loop.train()
+        loop.wrapped.bagua_finish()
+        return snapshot(loop.model)
+
     assert_same_on_all_ranks(thread_pool.run(finish, hosts=[2, 2]))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: DiLoCoAlgorithm(4, inner="decentralized"), "sums gradients in each step"),
-        (lambda: DiLoCoAlgorithm(4, inner="local_sgd"), "sums gradients in each step"),
-        (lambda: LocalSGDAlgorithm(4, inner="qadam"), "sums gradients in each step"),
-        (lambda: LocalSGDAlgorithm(4, inner=LocalSGDAlgorithm(2, inner=INNER)), "sums gradients in each step"),
-        (lambda: SparseLoCoAlgorithm(4, inner=INNER, hierarchical=False), "hosts exchange in place of ranks"),
-        (lambda: SparseLoCoAlgorithm(4, inner=INNER, error_feedback="weights"), "each rank exchanges for itself"),
-        (lambda: SparseLoCoAlgorithm(4, error_feedback="weights"), "argument hierarchical, expected False"),
-        (lambda: SlowMoAlgorithm(4, inner=3), "inner"),
-        (lambda: Sum(hierarchical=True, over="inside"), "hierarchical"),
-        (lambda: Sum(over="hosts"), "over"),
-    ],
-)
-def test_what_cannot_be_is_refused(make, said):
-    with pytest.raises(ConfigurationError, match=said):
-        make()

@@ -21,9 +21,7 @@ import bagua.torch_api
 from bagua.algorithms import (
     Algorithm,
     Blend,
-    Difference,
     DiLoCoAlgorithm,
-    EagerStep,
     Every,
     Exchange,
     Gradients,
@@ -727,44 +725,6 @@ def test_who_spoils_a_mean_of_weights_is_named_on_all_ranks(thread_ranks, caplog
     assert all("not finite on rank 1" in one and "Go on from a checkpoint" in one for one in said)
     assert all(torch.isfinite(value).all() for state in (first, third) for value in state.values())
     assert not all(torch.isfinite(value).all() for value in spoilt.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: LocalSGDAlgorithm(0), "sync_every"),
-        (lambda: DiLoCoAlgorithm(None), "argument sync_every"),
-        (lambda: DiLoCoAlgorithm(0.5), "argument sync_every"),
-        (lambda: LocalSGDAlgorithm(4, start_after=-1), "start_after"),
-        (lambda: SlowMoAlgorithm(4, beta=1.0), "beta"),
-        (lambda: SlowMoAlgorithm(4, alpha=0.0), "alpha"),
-        (lambda: DiLoCoAlgorithm(4, outer="adam"), "outer"),
-        (lambda: DiLoCoAlgorithm(4, outer_lr=0.0), "outer_lr"),
-        (lambda: DiLoCoAlgorithm(4, outer_momentum=1.0), "outer_momentum"),
-        (lambda: DiLoCoAlgorithm(4, outer=Outer(torch.optim.Adam, lr=0.1), outer_lr=0.1), "outer_lr"),
-        (lambda: DiLoCoAlgorithm(4, overlap=4), "less than sync_every, which is 4"),
-        (lambda: DiLoCoAlgorithm(4, fragments=5), "at most sync_every, which is 4"),
-        (lambda: DiLoCoAlgorithm(4, fragment_order="random"), "fragment_order"),
-        (lambda: DiLoCoAlgorithm(4, overlap=1, blend=1.5), "blend"),
-        (lambda: DiLoCoAlgorithm(4, blend=0.5), "blend"),
-        (lambda: DiLoCoAlgorithm(4, overlap=1, blend=0.5, mix="add"), "blend"),
-        (lambda: DiLoCoAlgorithm(4, error_feedback=True), "error_feedback"),
-        (lambda: DiLoCoAlgorithm(4, codec="nothing"), "codec"),
-        (lambda: DiLoCoAlgorithm(4, eager=True, overlap=1), "overlap"),
-        (lambda: DiLoCoAlgorithm(4, eager=True, mix="add"), "mix"),
-        (lambda: DiLoCoAlgorithm(4, average_buffers=1), "average_buffers"),
-        (lambda: DiLoCoAlgorithm(4, anchor_dtype="float16"), "anchor_dtype"),
-        (lambda: DiLoCoAlgorithm(4, anchor_device="cuda"), "anchor_device"),
-        (lambda: Exchange(Difference(), Every(4), Mean(), EagerStep(SGD), lag=4), "local"),
-        (
-            lambda: Exchange(Difference(scope="local"), Every(4), Mean(), EagerStep(SGD), lag=3),
-            "the period, which is 4",
-        ),
-    ],
-)
-def test_options_are_checked_where_they_are_given(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        make()
 
 
 def test_the_outer_optimizer_follows_the_period_unless_it_is_given():

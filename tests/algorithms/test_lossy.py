@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,17 +13,14 @@ from bagua.algorithms import (
     Algorithm,
     ByteGradAlgorithm,
     PowerSGDAlgorithm,
-    ReducedGradients,
     ScatterGatherAllReduceAlgorithm,
     SignSGDAlgorithm,
     TopKAlgorithm,
 )
 from bagua.buckets import Bucket
-from bagua.compression import BlockTopK
 from bagua.engine.schedule.tracks import memory_for
-from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
+from bagua.errors import CollectiveMismatchError, InvalidTensorError
 from bagua.parallel import with_bagua
-from bagua.primitives import AllGatherReducer, ErrorFeedback
 from tests.algorithms.lossy_simulation import (
     Combine,
     Layout,
@@ -37,7 +33,7 @@ from tests.algorithms.lossy_simulation import (
     top_k,
 )
 from tests.algorithms.replicas import plain_sgd
-from tests.contract.algorithms import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
+from tests.contract.algorithms import INF_STEP, STEPS, train_with_an_inf
 from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 
@@ -167,22 +163,6 @@ def test_ranks_with_different_options_notice_before_they_exchange():
         with_bagua(model, [sgd(model.parameters())], TopKAlgorithm(ratio=ratio))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TopKAlgorithm(ratio=0),
-        lambda: TopKAlgorithm(ratio=1.5),
-        lambda: PowerSGDAlgorithm(matrix_rank=0),
-        lambda: ByteGradAlgorithm(warmup_steps=-1),
-        lambda: SignSGDAlgorithm(warmup_steps=1.5),
-        lambda: SignSGDAlgorithm(block_numel=12),
-    ],
-)
-def test_options_out_of_range_are_refused_at_once(make):
-    with pytest.raises(ConfigurationError):
-        make()
-
-
 def test_matrices_lie_row_by_row_in_flat_memory():
     """Rows are what lies furthest apart in memory; what has one dimension is no matrix."""
     model = torch.nn.Sequential(
@@ -203,24 +183,3 @@ def test_matrices_lie_row_by_row_in_flat_memory():
         axis = 0 if name.endswith("weight") else 1
         expected = torch.arange(float(block.numel)).view(model.get_parameter(name).shape).unbind(axis)
         assert [sorted(row.tolist()) for row in rows] == [sorted(row.flatten().tolist()) for row in expected], name
-
-
-@dataclass(frozen=True)
-class BlockTopKSgd(ReducedGradients):
-    """A composition that is not registered: the largest elements of each block, with error feedback."""
-
-    kept: int = 16
-
-    @property
-    def reducer(self) -> ErrorFeedback:
-        return ErrorFeedback(AllGatherReducer(BlockTopK(64, self.kept)))
-
-
-class TestComposition(AlgorithmContract):
-    @pytest.fixture
-    def algorithm(self):
-        return BlockTopKSgd()
-
-    @pytest.fixture
-    def pool(self, thread_pool):
-        return thread_pool

@@ -218,16 +218,3 @@ def test_another_optimizer_is_refused():
     model = mlp()
     with pytest.raises(ConfigurationError, match="OneBitLambOptimizer"):
         with_bagua(model, [QAdamOptimizer(model.parameters())], OneBitLambAlgorithm())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: OneBitLambAlgorithm(block_numel=12),
-        lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], ratio_beta=1.0),
-        lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], warmup_steps=0),
-    ],
-)
-def test_options_out_of_range_are_refused_at_once(make):
-    with pytest.raises(ConfigurationError):
-        make()

@@ -77,10 +77,6 @@ class TestPushSum(AlgorithmContract):
     def algorithm(self):
         return Algorithm.of(*PUSH_SUM)
 
-    @pytest.fixture
-    def pool(self, thread_pool):
-        return thread_pool
-
 
 def train(algorithm: Algorithm, steps: int) -> torch.Tensor:
     """The weights of this rank."""

@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 
+from bagua import algorithms
 from bagua.algorithms import Algorithm, QAdamAlgorithm, Registry, registry
 from bagua.compression import BySize, Codec, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.optim import (
     AccumAdam,
     AccumAdamW,
+    OneBitLambOptimizer,
     QAdamOptimizer,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
@@ -23,6 +25,9 @@ from bagua.optim import (
 )
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
 from bagua.topology import Hierarchical
+from tests.topologies import DRAWN_PAIRS
+
+EAGER = algorithms.EagerStep(algorithms.Outer(torch.optim.SGD, lr=0.5))
 
 FLAGS = [
     (name, field.name)
@@ -72,6 +77,109 @@ def test_other_options_of_algorithms(name, option, wrong):
     with pytest.raises(ConfigurationError) as caught:
         Algorithm.init(name, **{option: wrong})
     assert (caught.value.argument, caught.value.seen) == (option, repr(wrong))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: algorithms.TopKAlgorithm(ratio=0), "ratio"),
+        (lambda: algorithms.TopKAlgorithm(ratio=1.5), "ratio"),
+        (lambda: algorithms.PowerSGDAlgorithm(matrix_rank=0), "matrix_rank"),
+        (lambda: algorithms.ByteGradAlgorithm(warmup_steps=-1), "warmup_steps"),
+        (lambda: algorithms.SignSGDAlgorithm(warmup_steps=1.5), "warmup_steps"),
+        (lambda: algorithms.SignSGDAlgorithm(block_numel=12), "block_numel"),
+        (lambda: algorithms.TopKAlgorithm(clip_norm=1.0), "clip_norm"),
+        (lambda: algorithms.TopKAlgorithm(momentum=1.0), "momentum"),
+        (lambda: algorithms.TopKAlgorithm(momentum=0.9, clip_norm=0.0), "clip_norm"),
+        (lambda: algorithms.TopKAlgorithm(density_steps=-1), "density_steps"),
+        (lambda: algorithms.PowerSGDAlgorithm(momentum=1.0), "momentum"),
+        (lambda: algorithms.OneBitAdamAlgorithm(block_numel=12), "block_numel"),
+        (lambda: algorithms.SparseLoCoAlgorithm(outer_lr=0.0), "outer_lr"),
+        (lambda: algorithms.SparseLoCoAlgorithm(error_feedback=0.0), "error_feedback"),
+        (lambda: algorithms.SparseLoCoAlgorithm(error_feedback="buffer", hierarchical=False), "error_feedback"),
+        (lambda: algorithms.SparseLoCoAlgorithm(average="some"), "average"),
+        (lambda: algorithms.SparseLoCoAlgorithm(kept=0), "kept"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec=None), "codec"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(topology="one-peer-exp"), "topology"),
+        (lambda: algorithms.DiLoCoAlgorithm(codec="int4", error_feedback=1.5), "error_feedback"),
+        (lambda: algorithms.DiLoCoAlgorithm(codec=4), "codec"),
+        (lambda: algorithms.OneBitLambAlgorithm(block_numel=12), "block_numel"),
+        (lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], ratio_beta=1.0), "ratio_beta"),
+        (lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], warmup_steps=0), "warmup_steps"),
+        (lambda: algorithms.LoCoAlgorithm(averaging=0.0), "averaging"),
+        (lambda: algorithms.LoCoAlgorithm(reset_every=0), "reset_every"),
+        (lambda: algorithms.LoCoAlgorithm(block_numel=12), "block_numel"),
+        (lambda: algorithms.DionAlgorithm(matrix_rank=0), "matrix_rank"),
+        (lambda: algorithms.DionAlgorithm(momentum=1.0), "momentum"),
+        (lambda: algorithms.DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
+        (lambda: algorithms.DecentralizedAlgorithm(peer_selection_mode=3), "argument peer_selection_mode"),
+        (lambda: algorithms.DecentralizedAlgorithm(communication_interval=0), ">= 1"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(topology=DRAWN_PAIRS), "stay the same"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec=TopK()), "drop most of each update"),
+        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec=BySize(large=Sign())), "drop most of each update"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, inner="decentralized"), "sums gradients in each step"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, inner="local_sgd"), "sums gradients in each step"),
+        (lambda: algorithms.LocalSGDAlgorithm(4, inner="qadam"), "sums gradients in each step"),
+        (
+            lambda: algorithms.LocalSGDAlgorithm(4, inner=algorithms.LocalSGDAlgorithm(2, inner="gradient_allreduce")),
+            "sums gradients in each step",
+        ),
+        (
+            lambda: algorithms.SparseLoCoAlgorithm(4, inner="gradient_allreduce", hierarchical=False),
+            "hosts exchange in place of ranks",
+        ),
+        (
+            lambda: algorithms.SparseLoCoAlgorithm(4, inner="gradient_allreduce", error_feedback="weights"),
+            "each rank exchanges for itself",
+        ),
+        (lambda: algorithms.SparseLoCoAlgorithm(4, error_feedback="weights"), "argument hierarchical, expected False"),
+        (lambda: algorithms.SlowMoAlgorithm(4, inner=3), "inner"),
+        (lambda: algorithms.Sum(hierarchical=True, over="inside"), "hierarchical"),
+        (lambda: algorithms.Sum(over="hosts"), "over"),
+        (lambda: algorithms.LocalSGDAlgorithm(0), "sync_every"),
+        (lambda: algorithms.DiLoCoAlgorithm(None), "argument sync_every"),
+        (lambda: algorithms.DiLoCoAlgorithm(0.5), "argument sync_every"),
+        (lambda: algorithms.LocalSGDAlgorithm(4, start_after=-1), "start_after"),
+        (lambda: algorithms.SlowMoAlgorithm(4, beta=1.0), "beta"),
+        (lambda: algorithms.SlowMoAlgorithm(4, alpha=0.0), "alpha"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, outer="adam"), "outer"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, outer_lr=0.0), "outer_lr"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, outer_momentum=1.0), "outer_momentum"),
+        (
+            lambda: algorithms.DiLoCoAlgorithm(4, outer=algorithms.Outer(torch.optim.Adam, lr=0.1), outer_lr=0.1),
+            "outer_lr",
+        ),
+        (lambda: algorithms.DiLoCoAlgorithm(4, overlap=4), "less than sync_every, which is 4"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, fragments=5), "at most sync_every, which is 4"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, fragment_order="random"), "fragment_order"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, overlap=1, blend=1.5), "blend"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, blend=0.5), "blend"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, overlap=1, blend=0.5, mix="add"), "blend"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, error_feedback=True), "error_feedback"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, codec="nothing"), "codec"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, eager=True, overlap=1), "overlap"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, eager=True, mix="add"), "mix"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, average_buffers=1), "average_buffers"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, anchor_dtype="float16"), "anchor_dtype"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, anchor_device="cuda"), "anchor_device"),
+        (
+            lambda: algorithms.Exchange(algorithms.Difference(), algorithms.Every(4), algorithms.Mean(), EAGER, lag=4),
+            "local",
+        ),
+        (
+            lambda: algorithms.Exchange(
+                algorithms.Difference(scope="local"), algorithms.Every(4), algorithms.Mean(), EAGER, lag=3
+            ),
+            "the period, which is 4",
+        ),
+    ],
+)
+def test_values_that_cannot_work(make, said):
+    with pytest.raises(ConfigurationError, match=said):
+        make()
 
 
 @pytest.mark.parametrize("wrong", [3, "gloo"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
+import subprocess
 import threading
 
 import pytest
@@ -13,10 +13,9 @@ import torch
 import bagua.comm
 from bagua import testing
 from bagua.algorithms import AsyncModelAverageAlgorithm
-from bagua.comm.store.serving import serve_store
 from bagua.errors import CommunicatorClosedError, PeerLostError
 from tests.harness import State, assert_same_on_all_ranks
-from tests.parallel.scripts import start_scripts
+from tests.launching import PATIENCE_S, free_port, launched
 from tests.parallel.test_async import Averaged, averages_of
 from tests.parallel.wrapping import of_this_rank
 
@@ -133,24 +132,21 @@ except PeerLostError as error:
 """
 
 
-def _run(endings: list[str], port: int, *, by_agent: bool) -> list[tuple[int, str, str]]:
+def _run(endings: list[str], port: int | None = None) -> list[tuple[int, str, str]]:
     """Status, output and errors of each rank."""
-    ranks = start_scripts(SCRIPT, endings, port, by_agent=by_agent)
-    try:
-        said = [rank.communicate(timeout=240) for rank in ranks]
+    started = launched(
+        len(endings), "-c", SCRIPT, each=endings, port=port, stderr=subprocess.PIPE, BAGUA_TIMEOUT_S="60"
+    )
+    with started as ranks:
+        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
         return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("ending", ["raise", "crash"])
 def test_scripts_that_end_without_abort_are_named_by_those_that_go_on(ending):
     statuses = {"raise": 3, "crash": 1}
-    store, port = serve_store()
-    (ended, _, errors), (status, output, others) = _run([ending, "go on"], port, by_agent=True)
-    del store
+    (ended, _, errors), (status, output, others) = _run([ending, "go on"])
     assert (ended, status, output) == (statuses[ending], 0, "0\n"), (errors, others)
     assert "terminate called" not in errors + others
     assert ("goes on without averages" in others) == (ending == "raise"), others
@@ -159,9 +155,7 @@ def test_scripts_that_end_without_abort_are_named_by_those_that_go_on(ending):
 @pytest.mark.gloo
 def test_scripts_that_forget_abort_end_well():
     """Also where the first of them hosts the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for status, output, errors in _run(["nothing"] * 3, port, by_agent=False):
+    for status, output, errors in _run(["nothing"] * 3, free_port()):
         assert (status, output) == (0, ""), errors
         assert "terminate called" not in errors
         assert "Traceback" not in errors

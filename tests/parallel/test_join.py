@@ -191,48 +191,6 @@ def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algor
     assert_equal(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
 
 
-def test_a_host_trains_on_though_its_leader_has_no_data(thread_ranks):
-    def rank_trains(batches):
-        model, optimizer, rank = wrapped(Algorithm.init("local_sgd", sync_every=2, inner="gradient_allreduce"))
-        with model.join():
-            train(model, optimizer, rank, batches)
-        return weights_of(model)
-
-    leader, other = (thread_ranks(4, rank_trains, batches, hosts=[2, 2]) for batches in ((0, 4, 4, 4), (4, 0, 4, 4)))
-    assert_equal(leader)
-    assert_equal(other)
-    start = weights_of(mlp())
-    assert any(not torch.allclose(one, before, atol=1e-3) for one, before in zip(leader[0], start, strict=True))
-    models = [mlp(), mlp()]
-    optimizers = [sgd(model.parameters()) for model in models]
-    for step in range(4):
-        for host, model in enumerate(models):
-            optimizers[host].zero_grad()
-            sum(loss_of(model, rank, step) for rank in ((1,), (2, 3))[host]).div(2).backward()
-            optimizers[host].step()
-        if step % 2:
-            for one, other_one in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                mean = (one.data + other_one.data) / 2
-                one.data.copy_(mean)
-                other_one.data.copy_(mean)
-    for mine, wanted in zip(leader[0], models[0].parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted.detach())
-
-
-def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
-    def rank_trains():
-        model, optimizer, rank = wrapped()
-        with model.join(divide_by_initial_world_size=False):
-            train(model, optimizer, rank, (0, 3))
-        return weights_of(model)
-
-    alone = mlp()
-    train(alone, sgd(alone.parameters()), 1, (0, 3))
-    for row in thread_ranks(2, rank_trains):
-        for mine, wanted in zip(row, alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, wanted.detach())
-
-
 @on_ranks(2, assert_equal)
 def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
     rank = bagua.comm.get_rank()
