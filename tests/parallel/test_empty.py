@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import bagua.comm
 from bagua.algorithms import Algorithm, DiLoCoAlgorithm, LocalUpdates, registry
 from bagua.errors import ConfigurationError
-from bagua.parallel import BaguaModule, with_bagua
+from bagua.parallel import with_bagua
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.harness import Losses, State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.parallel.wrapping import Loop
 
 NAMES = list(registry)
 #: What they send is made by an optimizer: all ranks are told so at once.
@@ -29,22 +29,21 @@ def declared(name: str) -> Algorithm:
     return kind(2, average_buffers=True) if issubclass(kind, LocalUpdates) else kind()
 
 
-class Run:
-    """A model of one rank with its optimizer."""
+class Run(Loop):
+    """A model of one rank that an algorithm trains."""
 
-    def __init__(self, name: str, model: nn.Module | None = None, *, frozen: bool = False) -> None:
-        self.rank, self.algorithm = bagua.comm.get_rank(), declared(name)
-        model = mlp() if model is None else model
-        self.optimizer = optimizer_maker(self.algorithm)(model.parameters())
-        model.requires_grad_(not frozen)
-        wrapped = with_bagua(model, [self.optimizer], self.algorithm)
-        assert isinstance(wrapped, BaguaModule)
-        self.model = wrapped
-
-    def step(self, number: int) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.model, self.rank, number).backward()
-        self.optimizer.step()
+    def __init__(
+        self, name: str, model: nn.Module | None = None, *, frozen: bool = False, losses: Losses = loss_of
+    ) -> None:
+        self.algorithm = declared(name)
+        make = optimizer_maker(self.algorithm)
+        super().__init__(
+            "with_bagua",
+            lambda: (mlp() if model is None else model).requires_grad_(not frozen),
+            lambda parameters: make(list(parameters)),
+            losses,
+            algorithm=self.algorithm,
+        )
 
     def train_through(self) -> None:
         """As a generator trains through a frozen discriminator: only the inputs get gradients."""
@@ -55,10 +54,12 @@ class Run:
         assert inputs.grad.any()
         self.model.requires_grad_(True)
 
-    def end(self) -> State:
-        self.model.bagua_finish()
+    def end(self, steps: int = 0) -> State:
+        """After so many more steps."""
+        self.train(steps)
+        self.wrapped.bagua_finish()
         found = snapshot(self.model)
-        self.model.bagua_close()
+        self.wrapped.bagua_close()
         return found
 
 
@@ -69,8 +70,7 @@ def frozen_at_wrapping(name: str) -> State:
     run.train_through()
     before = run.model.bagua_step
     assert before == 0
-    for number in range(4):
-        run.step(number)
+    run.train(4)
     assert run.model.bagua_step == 4
     return run.end()
 
@@ -87,21 +87,18 @@ def frozen_to_the_end(name: str) -> State:
 
 def all_but_one_frozen(name: str) -> State:
     run = Run(name)
-    run.step(0)
+    run.train()
     run.model.requires_grad_(False)
     run.model[4].bias.requires_grad_(True)
-    for number in range(1, 4):
-        run.step(number)
+    run.train(3)
     run.model.requires_grad_(True)
-    for number in range(4, 7):
-        run.step(number)
-    return run.end()
+    return run.end(3)
 
 
 def no_gradient(name: str) -> State:
     run = Run(name)
-    for number in range(4):
-        run.step(number)
+    for _ in range(4):
+        run.train()
         inputs = batch(run.rank, 0)[0].requires_grad_()
         (found,) = torch.autograd.grad(run.model(inputs).sum(), inputs)
         assert found.any()
@@ -118,17 +115,16 @@ def no_step(name: str) -> State:
 
 
 def no_optimizer(name: str) -> State:
-    algorithm, model = declared(name), mlp()
     if name in NEED_OPTIMIZERS:
         with pytest.raises(ConfigurationError, match="argument optimizers"):
-            with_bagua(model, [], algorithm)
+            with_bagua(mlp(), [], declared(name))
         return {}
-    model = with_bagua(model, [], algorithm)
-    for number in range(4):
-        model.zero_grad()
-        loss_of(model, bagua.comm.get_rank(), number).backward()
-    model.bagua_finish()
-    return snapshot(model)
+    loop = Loop(lambda model, _: with_bagua(model, [], declared(name)))
+    for _ in range(4):
+        loop.model.zero_grad()
+        loop.backward()
+    loop.wrapped.bagua_finish()
+    return snapshot(loop.model)
 
 
 def joined(run: Run) -> contextlib.AbstractContextManager[None]:
@@ -139,8 +135,7 @@ def joined(run: Run) -> contextlib.AbstractContextManager[None]:
 def no_data_on_one_rank(name: str) -> State:
     run = Run(name)
     with joined(run):
-        for number in range(4 * run.rank):
-            run.step(number)
+        run.train(4 * run.rank)
     return run.end()
 
 
@@ -155,30 +150,20 @@ def no_elements(name: str) -> State:
     model = mlp()
     model[0].register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
     model[2].register_buffer("none", torch.empty(0))
-    run = Run(name, model)
-    for number in range(4):
-        run.optimizer.zero_grad()
-        (loss_of(run.model, run.rank, number) + model[0].nothing.sum()).backward()
-        run.optimizer.step()
-    return run.end()
+    return Run(name, model, losses=lambda called, *at: loss_of(called, *at) + model[0].nothing.sum()).end(4)
 
 
 def empty_group(name: str) -> State:
     run = Run(name)
     run.optimizer.add_param_group({"params": []})
-    for number in range(4):
-        run.step(number)
-    return run.end()
+    return run.end(4)
 
 
 def no_rows(name: str) -> State:
-    run = Run(name)
-    for number in range(4):
-        run.optimizer.zero_grad()
-        inputs, _ = batch(run.rank, number)
-        run.model(inputs[: 6 * (run.rank == 0)]).square().sum().backward()
-        run.optimizer.step()
-    return run.end()
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step)[0][: 6 * (rank == 0)]).square().sum()
+
+    return Run(name, losses=loss).end(4)
 
 
 CASES: dict[str, Callable[[str], State]] = {
@@ -209,8 +194,8 @@ def test_nothing_is_refused_and_nobody_waits(thread_ranks, case, name):
 
 def toggled(name: str, frozen: bool) -> State:
     run = Run(name)
-    for number in range(6):
-        run.step(number)
+    for _ in range(6):
+        run.train()
         if frozen:
             run.train_through()
     return run.end()

@@ -7,33 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-import bagua.comm
 from bagua.algorithms import Mean
 from bagua.engine.state.equality import EqualityCheck
 from tests.harness import (
+    State,
     adam,
     assert_close,
     assert_same_on_all_ranks,
+    gradients,
     loss_of,
     mlp,
     reference,
     sgd,
-    snapshot,
-    train_steps,
 )
-from tests.parallel.wrapping import WRAPS
+from tests.parallel.wrapping import WRAPS, Loop, of_this_rank, on_ranks
 
 OPTIMIZERS = {"sgd": sgd, "adam": adam}
 STEPS = range(20)
 
 
-def _train(wrap: str, optimizer: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    rank = bagua.comm.get_rank()
-    model = mlp(seed=rank)  # Rank 0's weights must win.
-    made = OPTIMIZERS[optimizer](model.parameters())
-    wrapped = WRAPS[wrap](model, made, **options)
-    train_steps(wrapped, made, rank, STEPS)
-    return snapshot(model)
+def _train(wrap: str, optimizer: str, options: dict[str, Any]) -> State:
+    return Loop(wrap, of_this_rank, OPTIMIZERS[optimizer], **options).train(len(STEPS))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -54,22 +48,22 @@ def test_overlap_and_fusion_do_not_change_the_result(thread_ranks, optimizer, de
     assert_close(states[0], reference(mlp(), OPTIMIZERS[optimizer], 3, STEPS))
 
 
-def _train_both_every_way() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+def _train_both_every_way() -> dict[str, tuple[State, State]]:
     """By optimizer and options: the states that bagua and torch DDP end with."""
-    rank = bagua.comm.get_rank()
     results = {}
     for name, make in OPTIMIZERS.items():
-        theirs = mlp()
-        made = make(theirs.parameters())
-        train_steps(torch.nn.parallel.DistributedDataParallel(theirs), made, rank, STEPS)
+        theirs = Loop(lambda model, _: torch.nn.parallel.DistributedDataParallel(model), mlp, make).train(len(STEPS))
         for options in ({}, {"delay_reduce": True}, {"fusion": False}):
-            results[f"{name} {options}"] = _train("bagua_init", name, options), snapshot(theirs)
+            results[f"{name} {options}"] = _train("bagua_init", name, options), theirs
     return results
 
 
+@pytest.mark.parametrize(
+    "pool", [pytest.param("process_pool", marks=pytest.mark.gloo), pytest.param("shm_pool", marks=pytest.mark.shm)]
+)
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes_agree_bitwise_and_equal_torch_ddp(process_ranks, size):
-    results = process_ranks(size, _train_both_every_way)
+def test_processes_agree_bitwise_and_equal_torch_ddp(request, pool, size):
+    results = request.getfixturevalue(pool).run(_train_both_every_way, size=size)
     assert len(results[0]) == 6
     for way in results[0]:
         assert_same_on_all_ranks([result[way][0] for result in results])
@@ -87,21 +81,13 @@ def test_the_equality_tests_notice_an_exchange_that_does_nothing(thread_ranks, m
         assert_close(states[0], reference(mlp(), sgd, 2, STEPS))
 
 
-def _first_gradients(delay_reduce: bool) -> dict[str, torch.Tensor]:
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = adam(model.parameters())
-    wrapped = WRAPS["bagua_init"](model, optimizer, delay_reduce=delay_reduce)
-    first = []
-    for step in (0, 0):  # The weights are not changed: both steps must give the same gradients.
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        first.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    for name, gradient in first[0].items():
-        assert torch.equal(gradient, first[1][name]), name
-    return first[0]
-
-
 @pytest.mark.parametrize("delay_reduce", [False, True])
-def test_the_first_step_computes_what_every_other_step_computes(thread_ranks, delay_reduce):
-    assert_same_on_all_ranks(thread_ranks(3, _first_gradients, delay_reduce))
+@on_ranks(3, assert_same_on_all_ranks)
+def test_the_first_step_computes_what_every_other_step_computes(delay_reduce) -> State:
+    loop, first = Loop(delay_reduce=delay_reduce), []
+    for _ in range(2):  # The weights are not changed: both steps must give the same gradients.
+        loop.optimizer.zero_grad()
+        loss_of(loop.wrapped, loop.rank, 0).backward()
+        first.append(gradients(loop.model))
+    assert_same_on_all_ranks(first)
+    return first[0]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import bagua.comm
-from tests.harness import assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot, train_steps
-from tests.parallel.wrapping import by_bagua_init
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, reference, sgd
+from tests.parallel.wrapping import Loop, of_this_rank
 
 
-def _train(intra_comm_root_rank: int = 0) -> tuple[dict[str, torch.Tensor], int]:
-    rank = bagua.comm.get_rank()
-    model = mlp(seed=rank)
-    optimizer = sgd(model.parameters())
+def _train(intra_comm_root_rank: int = 0) -> tuple[State, int]:
     options = {"hierarchical_reduce": True, "intra_comm_root_rank": intra_comm_root_rank}
-    wrapped = by_bagua_init(model, optimizer, **options)
-    train_steps(wrapped, optimizer, rank, range(4))
+    state = Loop("bagua_init", of_this_rank, **options).train(4)
     stats = bagua.comm.stats()
-    return snapshot(model), stats["reduce"].calls if "reduce" in stats else 0
+    return state, stats["reduce"].calls if "reduce" in stats else 0
 
 
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [3], [1, 1]], ids=str)
@@ -36,15 +31,8 @@ def test_one_host_and_one_rank_per_host_use_the_flat_form(thread_ranks):
 
 
 def _leads(intra_comm_root_rank: int) -> bool:
-    model = mlp()
-    wrapped = by_bagua_init(
-        model, sgd(model.parameters()), hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank
-    )
-    return wrapped.bagua_algorithm is not None and bool(_engine_group(wrapped).inter_node_communicator)
-
-
-def _engine_group(wrapped: torch.nn.Module) -> bagua.comm.ProcessGroup:
-    return wrapped._bagua_engine.reducer.group
+    loop = Loop(hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank)
+    return bool(loop.reducer.group.inter_node_communicator)
 
 
 def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
-from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
+from bagua.parallel import BaguaModule, with_bagua
+from tests.algorithms.replicas import Anchored
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import loss_of, mlp, sgd
+from tests.harness import adam, loss_of, mlp, sgd, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
 ONE_BUCKET_BYTES = 10**9
@@ -22,20 +24,9 @@ RANKS = 3
 BATCHES = (2, 6, 4)
 
 
-def train(model, optimizer, rank, batches=BATCHES, before=lambda step: None):
-    for step in range(batches[rank]):
-        before(step)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-
-
-def wrapped(*arguments, **options):
-    """A model of this rank with its optimizer, and the rank."""
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    with_bagua(model, [optimizer], *arguments, **options)
-    return model, optimizer, bagua.comm.get_rank()
+def wrapped(*algorithm, **options):
+    """A model of this rank."""
+    return Loop(lambda model, optimizer: with_bagua(model, [optimizer], *algorithm, **options))
 
 
 def assert_equal(rows):
@@ -45,6 +36,11 @@ def assert_equal(rows):
 
 def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def losses_of(batches):
+    """Ranks that have no data left have gradients of zero."""
+    return lambda model, rank, step: loss_of(model, rank, step) * (step < batches[rank])
 
 
 def expected(by_initial_size):
@@ -63,12 +59,12 @@ def expected(by_initial_size):
 @pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET_BYTES, 64])
 def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks, by_initial_size, bucket_bytes):
     def rank_trains():
-        model, optimizer, rank = wrapped(bucket_bytes=bucket_bytes, check_every=1)
-        with model.join(divide_by_initial_world_size=by_initial_size):
-            train(model, optimizer, rank)
-        in_the_end = weights_of(model)
-        train(model, optimizer, rank, (1, 1, 1))  # All go on together, and are compared.
-        return in_the_end, weights_of(model)
+        loop = wrapped(bucket_bytes=bucket_bytes, check_every=1)
+        with loop.wrapped.join(divide_by_initial_world_size=by_initial_size):
+            loop.train(BATCHES[loop.rank])
+        in_the_end = weights_of(loop.model)
+        loop.train()  # All go on together, and are compared.
+        return in_the_end, weights_of(loop.model)
 
     rows = thread_ranks(RANKS, rank_trains)
     for in_the_end, _ in rows:
@@ -84,25 +80,27 @@ def test_no_algorithm_hangs(thread_ranks, name):
     algorithm = kind(**dict.fromkeys(short, 2))
 
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = optimizer_maker(algorithm)(model.parameters())
-        with_bagua(model, [optimizer], algorithm, bucket_bytes=ONE_BUCKET_BYTES)
+        loop = trained_by(algorithm)
         if isinstance(algorithm, AsyncModelAverageAlgorithm):
-            with pytest.raises(ConfigurationError, match="do not wait for each other's steps"), model.join():
+            with pytest.raises(ConfigurationError, match="do not wait for each other's steps"), loop.model.join():
                 pass
-            model.bagua_algorithm.abort(model)
+            loop.model.bagua_algorithm.abort(loop.model)
             return None
         for _ in range(2):
-            with model.join():
-                train(model, optimizer, rank, (2, 6))
-        if isinstance(algorithm, LocalUpdates) or model.bagua_algorithm.declaration.ranks_differ:
+            with loop.model.join():
+                loop.train((2, 6)[loop.rank])
+        if isinstance(algorithm, LocalUpdates) or loop.model.bagua_algorithm.declaration.ranks_differ:
             return None
-        return weights_of(model)
+        return weights_of(loop.model)
 
     rows = thread_ranks(2, rank_trains)
     if rows[0] is not None:
         assert_equal(rows)
+
+
+def trained_by(algorithm, losses=loss_of):
+    make = optimizer_maker(algorithm)
+    return Loop("with_bagua", mlp, make, losses, algorithm=algorithm, bucket_bytes=ONE_BUCKET_BYTES)
 
 
 PERIOD = 3
@@ -110,55 +108,31 @@ PERIOD = 3
 IN_PERIOD = ((3, 3, 3), (2, 3, 3), (0, 3, 1))
 
 
-def expected_alone(outer=None):
-    """In plain torch: ranks train alone, and all count alike in a mean, with data or without.
-
-    Args:
-        outer: makes the outer optimizer; None for the mean itself.
-    """
-    anchor, models = list(mlp().parameters()), [mlp() for _ in range(RANKS)]
-    optimizers = [sgd(model.parameters()) for model in models]
-    stepper, made = outer and outer(anchor), [0] * RANKS
+def expected_alone(outer):
+    """In plain torch: ranks train alone, and all count alike in a mean, with data or without."""
+    ranks, made = Anchored(RANKS, outer, make_optimizer=sgd), [0] * RANKS
     for batches in IN_PERIOD:
-        for rank, model in enumerate(models):
-            for _ in range(batches[rank]):
-                optimizers[rank].zero_grad()
-                loss_of(model, rank, made[rank]).backward()
-                optimizers[rank].step()
-                made[rank] += 1
-        for place, one in enumerate(anchor):
-            ends = torch.stack([list(model.parameters())[place].detach() for model in models])
-            one.grad = one.detach() - ends.mean(0)
-        if stepper:
-            stepper.step()
-        for place, one in enumerate(anchor):
-            if not stepper:
-                one.data -= one.grad
-            for model in models:
-                list(model.parameters())[place].data.copy_(one.data)
-    return weights_of(models[0])
+        for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+            train_steps(model, optimizer, rank, range(made[rank], made[rank] + batches[rank]))
+            made[rank] += batches[rank]
+        ranks.outer_step()
+    return weights_of(ranks.models[0])
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
 def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
     options = {"outer_lr": 0.7, "outer_momentum": 0.5} if name == "diloco" else {}
-
-    def outer(parameters):
-        return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
+    inside = {"lr": 0.7, "momentum": 0.5, "nesterov": True} if options else {"lr": 1.0}
 
     def rank_trains():
-        model, optimizer, rank = wrapped(Algorithm.init(name, sync_every=PERIOD, **options))
-        train(model, optimizer, rank, IN_PERIOD[0])
-        with model.join():
-            for step in range(PERIOD, sum(batches[rank] for batches in IN_PERIOD)):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-        return weights_of(model)
+        loop = wrapped(Algorithm.init(name, sync_every=PERIOD, **options))
+        loop.train(PERIOD)
+        with loop.wrapped.join():
+            loop.train(sum(batches[loop.rank] for batches in IN_PERIOD[1:]))
+        return weights_of(loop.model)
 
-    rows = thread_ranks(RANKS, rank_trains)
-    for row in rows:
-        for mine, wanted in zip(row, expected_alone(outer if options else None), strict=True):
+    for row in thread_ranks(RANKS, rank_trains):
+        for mine, wanted in zip(row, expected_alone(functools.partial(torch.optim.SGD, **inside)), strict=True):
             torch.testing.assert_close(mine, wanted)
 
 
@@ -177,51 +151,36 @@ def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algor
     """Momenta, too: one that stood still would add what is old in every step that follows."""
 
     def rank_trains(joins):
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = optimizer_maker(algorithm)(model.parameters())
-        with_bagua(model, [optimizer], algorithm, bucket_bytes=ONE_BUCKET_BYTES)
-        with model.join(enable=joins):
-            for step in range(batches[rank] if joins else max(batches)):
-                optimizer.zero_grad()
-                (loss_of(model, rank, step) * (step < batches[rank])).backward()
-                optimizer.step()
-        return weights_of(model)
+        loop = trained_by(algorithm, losses_of(batches))
+        with loop.wrapped.join(enable=joins):
+            loop.train(batches[loop.rank] if joins else max(batches))
+        return weights_of(loop.model)
 
     assert_equal(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
 
 
 @on_ranks(2, assert_equal)
 def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1))
-    with model.join():
-        train(model, optimizer, rank, (1, 3))
-    return weights_of(model)
+    loop = Loop(lambda model, _: with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1)))
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+    return weights_of(loop.model)
 
 
-def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
-    def rank_trains():
-        loop = Loop("with_bagua", mlp, lambda own: torch.optim.Adam(own, lr=0.01))
-        with loop.model.join():
-            train(loop.model, loop.optimizer, loop.rank, (1, 3))
-        return [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()]
-
-    rows = thread_ranks(2, rank_trains)
-    assert rows[0] == rows[1] == [3.0] * len(rows[0])
+@on_ranks(2)
+def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped():
+    loop = Loop("with_bagua", mlp, adam)
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+    assert [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()] == [3.0] * 6
 
 
 def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        inner = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4))
-        model = DistributedDataParallel(inner)
-        optimizer = sgd(model.parameters())
-        with model.join():
-            train(model, optimizer, rank, (1, 4))
-        return int(inner[1].num_batches_tracked), inner[1].running_mean.clone()
+        loop = Loop("data_parallel", lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4)))
+        with loop.wrapped.join():
+            loop.train((1, 4)[loop.rank])
+        return int(loop.model[1].num_batches_tracked), loop.model[1].running_mean.clone()
 
     first, second = thread_ranks(2, rank_trains)
     assert first[0] == second[0] == 4
@@ -230,27 +189,27 @@ def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
 
 @on_ranks(2, assert_equal)
 def test_accumulated_gradients_are_no_steps():
-    model, optimizer, rank = wrapped()
-    with model.join():
-        for step in range((2, 3)[rank]):
-            with model.no_sync():
-                loss_of(model, rank, 2 * step).backward()
-            loss_of(model, rank, 2 * step + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with model.no_sync():  # What is left over of the data.
-            loss_of(model, rank, 9).backward()
-    return weights_of(model)
+    loop = wrapped()
+    with loop.wrapped.join():
+        for _ in range((2, 3)[loop.rank]):
+            with loop.wrapped.no_sync():
+                loop.backward()
+            loop.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        with loop.wrapped.no_sync():  # What is left over of the data.
+            loop.backward()
+    return weights_of(loop.model)
 
 
 def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
     def rank_trains():
-        model, optimizer, rank = wrapped()
+        loop = wrapped()
         caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
-        with caught as told, model.join(throw_on_early_termination=True):
-            train(model, optimizer, rank)
-        train(model, optimizer, rank, (1, 1, 1))
-        return told.value.peers, weights_of(model)
+        with caught as told, loop.wrapped.join(throw_on_early_termination=True):
+            loop.train(BATCHES[loop.rank])
+        loop.train()
+        return told.value.peers, weights_of(loop.model)
 
     rows = thread_ranks(RANKS, rank_trains)
     assert [peers for peers, _ in rows] == [(0,)] * RANKS
@@ -259,10 +218,10 @@ def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
 
 def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
     def rank_trains(enable):
-        model, optimizer, rank = wrapped()
-        with model.join(enable=enable):
-            train(model, optimizer, rank, (3, 3))
-        return weights_of(model)
+        loop = wrapped()
+        with loop.wrapped.join(enable=enable):
+            loop.train(3)
+        return weights_of(loop.model)
 
     (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
     assert_equal([off, on])
@@ -283,12 +242,12 @@ def test_a_module_keeps_what_it_calls_join():
 
 @on_ranks(2, assert_equal)
 def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
-    model, optimizer, rank = wrapped()
-    with model.join():
-        train(model, optimizer, rank, (1, 3))
-        if rank == 0:
-            loss_of(model, rank, 1)
-    return weights_of(model)
+    loop = wrapped()
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+        if loop.rank == 0:
+            loop.loss()
+    return weights_of(loop.model)
 
 
 @pytest.mark.parametrize(
@@ -300,18 +259,17 @@ def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
 )
 @on_ranks(2)
 def test_bad_use_is_refused(algorithm, options, why):
-    model, _, _ = wrapped(algorithm)
-    with pytest.raises(ConfigurationError, match=why), model.join(**options):
+    with pytest.raises(ConfigurationError, match=why), wrapped(algorithm).wrapped.join(**options):
         pass
 
 
 @on_ranks(2)
 def test_a_step_that_ranks_without_data_do_not_know_of_is_refused():
     """Two forward passes announce one step, so two backward passes behind them would be one too many."""
-    model, _, rank = wrapped()
-    why, error = ("without a forward pass of its own", ConfigurationError) if rank else ("rank 1", PeerLostError)
-    with pytest.raises(error, match=why), model.join():
-        first, second = loss_of(model, rank, 0), loss_of(model, rank, 1)
+    loop = wrapped()
+    why, error = ("without a forward pass of its own", ConfigurationError) if loop.rank else ("rank 1", PeerLostError)
+    with pytest.raises(error, match=why), loop.wrapped.join():
+        first, second = loop.loss(), loop.loss()
         first.backward()
-        if rank:
+        if loop.rank:
             second.backward()

@@ -15,7 +15,6 @@ from torch import nn
 import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import GradientAllReduceAlgorithm
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.harness import (
     State,
     assert_close,
@@ -85,18 +84,17 @@ def _file_bytes(value: object) -> int:
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-@on_ranks(2)
-def test_a_copy_is_a_plain_module_without_engine(wrap, way):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_copy_is_a_plain_module_without_engine_and_the_original_trains_on(wrap, way) -> State:
     loop = _trained(wrap)
-    model, wrapped = loop.model, loop.wrapped
-    copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](wrapped)
-    before = snapshot(model)
+    copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](loop.wrapped)
+    before = snapshot(loop.model)
     assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
     assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
-    if bagua.comm.get_rank() == 0:  # One rank alone: nothing of the engine can be left in the copy.
-        own = sgd(copied.parameters())
-        train_steps(copied, own, 0, range(2))
-    assert_same_on_all_ranks([before, snapshot(model)])
+    if loop.rank == 0:  # One rank alone: nothing of the engine can be left in the copy.
+        train_steps(copied, sgd(copied.parameters()), 0, range(2))
+    assert_same_on_all_ranks([before, snapshot(loop.model)])
+    return loop.train(3)
 
 
 def _pickled(module: nn.Module) -> nn.Module:
@@ -108,14 +106,6 @@ def _saved(module: nn.Module) -> nn.Module:
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-@on_ranks(2, assert_same_on_all_ranks)
-def test_the_original_still_trains_after_it_was_copied(wrap) -> State:
-    loop = _trained(wrap)
-    copy.deepcopy(loop.wrapped)
-    return loop.train(3)
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
@@ -168,15 +158,6 @@ def test_a_model_that_nobody_holds_is_freed():
     del loop
     gc.collect()
     assert gone() is None
-
-
-@on_ranks(2, assert_same_on_all_ranks)
-def test_the_ddp_like_class_can_be_wrapped_around_the_module_of_another() -> State:
-    """Wrapping anew, as notebooks do, gives a model that is still synchronized."""
-    loop = _trained("data_parallel")
-    del loop.wrapped
-    loop.wrapped = DistributedDataParallel(loop.model, optimizers=[loop.optimizer])
-    return loop.train(3)
 
 
 def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):

@@ -13,7 +13,7 @@ import bagua.comm
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.parallel import broadcast_optimizer_state
 from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import by_with_bagua, on_ranks
+from tests.parallel.wrapping import Loop, by_with_bagua, on_ranks
 
 
 class Around(torch.optim.Optimizer):
@@ -43,15 +43,13 @@ def test_a_group_that_the_script_holds_is_the_one_that_trains(algorithm):
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_an_optimizer_around_another_one_steps_alike_on_all_ranks() -> State:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = Around(sgd(model.parameters()))
-    by_with_bagua(model, optimizer)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for step in range(4):
-        train_steps(model, optimizer, rank, [step])
+    loop = Loop("with_bagua", mlp, lambda parameters: Around(sgd(parameters)))
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)
+    for _ in range(4):
+        loop.train()
         schedule.step()
-    assert optimizer.base.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    return snapshot(model)
+    assert loop.optimizer.base.param_groups[0]["lr"] == loop.optimizer.param_groups[0]["lr"]
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize("door", ["wrap", "join"])
@@ -101,12 +99,10 @@ OF_A_GROUP: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OF_A_GROUP)
 @on_ranks(2, assert_same_on_all_ranks)
 def test_settings_of_any_type_can_be_wrapped_and_trained_with(kind) -> State:
-    rank, model = bagua.comm.get_rank(), mlp()
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "own": OF_A_GROUP[kind]}], lr=0.1)
-    by_with_bagua(model, optimizer)
-    train_steps(model, optimizer, rank, range(3))
-    assert optimizer.param_groups[0]["own"] == OF_A_GROUP[kind]
-    return snapshot(model)
+    loop = Loop("with_bagua", mlp, lambda own: torch.optim.SGD([{"params": own, "own": OF_A_GROUP[kind]}], lr=0.1))
+    loop.train(3)
+    assert loop.optimizer.param_groups[0]["own"] == OF_A_GROUP[kind]
+    return snapshot(loop.model)
 
 
 @on_ranks(2)

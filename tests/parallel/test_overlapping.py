@@ -21,8 +21,9 @@ from tests.harness import (
 from tests.parallel.wrapping import Loop, assert_trained, on_ranks
 
 
-def _reducer(model: torch.nn.Module, **options: object) -> Reducer:
-    return Reducer(model, [], BucketType.Gradient, False, 8, False, True, bucket_bytes=1000, **options)
+def _reducer(model: torch.nn.Module, optimizers: object = (), **options: object) -> Reducer:
+    given = {"align_bytes": 8, "bucket_bytes": 1000, **options}
+    return Reducer(model, [], BucketType.Gradient, False, given.pop("align_bytes"), False, True, **given)
 
 
 @pytest.mark.parametrize("by_place", [False, True])
@@ -105,36 +106,22 @@ def test_buckets_of_parameters_are_buckets_of_weights():
 def test_a_reducer_can_be_given_its_buckets():
     model = mlp()
     wanted = [["4.weight", "4.bias"], [model[2].weight, model[2].bias, "0.bias"], ["0.weight"]]
-    reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True, False, wanted)
-    assert [len(bucket.parameters) for bucket in reducer.buckets] == [2, 3, 1]
+    assert [len(bucket.parameters) for bucket in _reducer(model, buckets=wanted).buckets] == [2, 3, 1]
 
 
-@pytest.mark.parametrize(
-    "buckets",
-    [[["0.weight"]], [["0.weight", "no such parameter"]], [["0.weight"]] * 6],
-    ids=["few", "unknown", "twice"],
-)
+REFUSED = [
+    *((_reducer, {"buckets": wrong}) for wrong in ([["0.weight"]], [["0.weight", "no such"]], [["0.weight"]] * 6)),
+    *((_reducer, {"align_bytes": wrong}) for wrong in (0, 4, 12, -8, 8.0)),
+    *((OverlappingWrapper, {"bucket_bytes": wrong}) for wrong in (0, -1, 1.5, True)),
+    (OverlappingWrapper, {"parameter_manager": object()}),
+]
+
+
+@pytest.mark.parametrize(("make", "option"), REFUSED, ids=lambda value: str(value).partition(" at ")[0])
 @on_ranks(2)
-def test_buckets_that_are_not_the_parameters_are_refused(buckets):
-    with pytest.raises(ConfigurationError, match="buckets"):
-        Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, False, buckets)
-
-
-@pytest.mark.parametrize("align_bytes", [0, 4, 12, -8, 8.0])
-@on_ranks(1)
-def test_impossible_alignments_are_refused(align_bytes):
-    with pytest.raises(ConfigurationError, match="align_bytes"):
-        Reducer(mlp(), [], BucketType.Gradient, False, align_bytes, False, True)
-
-
-WRONG = [*({"bucket_bytes": wrong} for wrong in (0, -1, 1.5, True)), {"parameter_manager": object()}]
-
-
-@pytest.mark.parametrize("option", WRONG, ids=lambda option: f"{option}".partition(" at ")[0])
-@on_ranks(1)
-def test_impossible_options_are_refused(option):
+def test_impossible_options_are_refused(make, option):
     with pytest.raises(ConfigurationError, match=next(iter(option))):
-        OverlappingWrapper(mlp(), [], **option)
+        make(mlp(), [], **option)
 
 
 def test_the_wrapper_trains_and_unwraps(thread_ranks):

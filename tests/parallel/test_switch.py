@@ -15,7 +15,6 @@ from tests.algorithms.toys import LocalSgd
 from tests.harness import (
     State,
     adam,
-    assert_close,
     assert_same_on_all_ranks,
     gradients,
     mlp,
@@ -187,23 +186,6 @@ def test_allreduce_parameters_averages_floats_and_takes_counters_from_rank_0():
         model.num_batches_tracked.fill_(rank + 3)
     allreduce_parameters(model)
     assert [model.weight[0].item(), model.running_mean[0].item(), model.num_batches_tracked.item()] == [1.0, 1.0, 3]
-
-
-def test_switching_there_and_back_again(thread_ranks):
-    """Apart with one algorithm, averaged at the switch, together with the other, and so on."""
-
-    def train() -> list[State]:
-        loop, states = Loop(unswitched), []
-        for algorithm in (DistributedAlgorithm.GradientAllReduce, LocalSgd(period=100)) * 2:
-            loop.wrapped.switch_to(algorithm)
-            states += [snapshot(loop.model), loop.train(3)]
-        return states
-
-    first, second = thread_ranks(2, train)
-    together = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(first, second, strict=True)]
-    assert together == [True, True, True, False, True, True, True, False]
-    mean = {name: (first[3][name] + second[3][name]) / 2 for name in first[3]}
-    assert_close(first[4], mean)
 
 
 @pytest.mark.parametrize(
