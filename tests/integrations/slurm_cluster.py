@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.test_framework_examples import EXAMPLES, REPOSITORY, free_port, learned
+from tests.integrations.test_framework_examples import EXAMPLES, learned
+from tests.launching import REPOSITORY, free_port
 
 pytestmark = pytest.mark.gloo
 
@@ -147,7 +148,7 @@ def test_ranks_that_srun_starts_find_each_other(cluster: dict[str, str], tmp_pat
     )
     job = tmp_path / "job.sh"
     job.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 python {script}\n")
-    said = submit(cluster, tmp_path, "--ntasks-per-node=1", str(job), MASTER_PORT=free_port())
+    said = submit(cluster, tmp_path, "--ntasks-per-node=1", str(job), MASTER_PORT=str(free_port()))
     assert sorted(re.findall(r"rank \d of \d", said)) == ["rank 0 of 2", "rank 1 of 2"]
 
 

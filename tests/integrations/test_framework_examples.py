@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.interpreters import interpreter
+from tests.launching import REPOSITORY, ends, environment, free_port
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 
-REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Where an example finds the package."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
 def run(*command: str, **variables: str) -> str:
@@ -38,12 +33,6 @@ def run(*command: str, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def free_port() -> str:
-    """A port of the loopback device that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def tools(folder: Path, **scripts: str) -> str:
@@ -74,9 +63,9 @@ def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp
     )
     job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "2"}
     script = ("bash", "examples/slurm_job.sh", "examples/use_ddp.py", "--checkpoint", str(tmp_path / "saved"))
-    first = learned(run(*script, "--steps", "51", PATH=path, MASTER_PORT=free_port(), **job))
+    first = learned(run(*script, "--steps", "51", PATH=path, MASTER_PORT=str(free_port()), **job))
     assert first[-1] < 0.5 * first[0]
-    later = run(*script, "--steps", "10", PATH=path, MASTER_PORT=free_port(), **job)
+    later = run(*script, "--steps", "10", PATH=path, MASTER_PORT=str(free_port()), **job)
     assert "step   60 " in later
     assert learned(later)[-1] < first[-1]
 
@@ -95,7 +84,7 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     assert service["spec"]["selector"] == {"job-name": name}
     assert variables["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
 
-    here = {"NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+    here = {"NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     assert here.keys() <= variables.keys()
     variables |= {**here, "JOB_COMPLETION_INDEX": "0", "PATH": tools(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}
     losses = learned(run(*container["command"], *container["args"], **variables))
@@ -110,30 +99,20 @@ def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_pat
         "bagua.init_process_group()\n"
         "print('rank', bagua.get_rank(), 'of', bagua.get_world_size())\n"
     )
-    place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [forked_python, str(script)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(**place, SLURM_PROCID=rank, SLURM_LOCALID=rank),
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert [output for output, _ in outputs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+    places = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in ("0", "1"):
+            told = environment(**places, SLURM_PROCID=rank, SLURM_LOCALID=rank)
+            command = [forked_python, str(script)]
+            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env=told)
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        assert ends(ranks) == [(0, "rank 0 of 2\n"), (0, "rank 1 of 2\n")]
 
 
 def torchrun(*script: str) -> str:
-    place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     return run(*interpreter(), "-m", "torch.distributed.run", *place, *script)
 
 
@@ -185,3 +164,15 @@ def test_the_ray_example_learns(tmp_path):
     assert [(rank, size) for rank, size, *_ in ends] == [("0", "2"), ("1", "2")], output
     assert len({total for *_, total in ends}) == 1
     assert all(float(last) < 0.5 * float(first) for _, _, first, last, _ in ends)
+
+
+def test_the_lightning_example_learns_and_saves(imported_before, tmp_path):
+    """Lightning starts the second process."""
+    pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+    script = ("examples/use_lightning.py", "--algorithm", "diloco", "--checkpoint", str(tmp_path), "--epochs", "2")
+    output = run(*interpreter(*imported_before), *script)
+    losses = [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
+    assert losses[-1] < 0.5 * losses[0]  # The first is that of the untrained model.
+    (first, *one), (second, *other) = sorted(re.findall(r"rank (\d) of (\d) ends with (-?\d+\.\d+)", output))
+    assert (first, second, one) == ("0", "1", other)
+    assert (tmp_path / "last.ckpt").exists()

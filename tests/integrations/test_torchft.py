@@ -16,7 +16,8 @@ import torch.distributed as dist
 import bagua.integrations.torchft as integration
 from bagua.errors import BaguaError, ConfigurationError, PeerLostError
 from bagua.integrations.torchft import distributed_data_parallel, process_group
-from tests.integrations.test_framework_examples import EXAMPLES, REPOSITORY, environment
+from tests.integrations.test_framework_examples import EXAMPLES
+from tests.launching import REPOSITORY, environment
 
 pytestmark = pytest.mark.gloo
 

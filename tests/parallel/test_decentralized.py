@@ -35,10 +35,15 @@ def trained(options):
     return train(model, range(STEPS)), layout_of(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp"])
-def test_each_step_is_that_of_the_simulation(thread_ranks, name, size):
-    results = thread_ranks(size, trained, {"topology": name})
+@pytest.mark.parametrize(
+    ("name", "size", "as_view"),
+    [
+        *((name, size, True) for name in ("complete", "ring", "one-peer-exp") for size in range(1, 7)),
+        *((name, 3, False) for name in ("complete", "ring")),
+    ],
+)
+def test_each_step_is_that_of_the_simulation(thread_ranks, name, size, as_view):
+    results = thread_ranks(size, trained, {"topology": name, "param_as_bucket_view": as_view})
     layout = results[0][1]
     assert len(layout) > 1, "several buckets"
     assert_equals_simulation([states for states, _ in results], Simulation(size, layout, matrices_of(name, size)))
@@ -54,19 +59,16 @@ def test_each_optimizer_is_stepped_in_each_bucket(thread_ranks, name, optimizer)
     assert_equals_simulation([states for states, _ in results], simulation)
 
 
-@pytest.mark.parametrize("hosts", [[2, 2], [1, 3], [2, 2, 2]])
-def test_hosts_alternate(thread_ranks, hosts):
-    size = sum(hosts)
-    nodes = [node for node, count in enumerate(hosts) for _ in range(count)]
-    results = thread_ranks(size, trained, {"topology": "alternating-exp-ring"}, hosts=hosts)
+@pytest.mark.parametrize(
+    ("hosts", "options"), [([2, 2], {}), ([1, 3], {}), ([2, 2, 2], {}), ([4], {"_local_world_size": 2})], ids=str
+)
+def test_hosts_alternate(thread_ranks, hosts, options):
+    """The size of hosts can be given."""
+    size, counts = sum(hosts), [2, 2] if options else hosts
+    nodes = [node for node, count in enumerate(counts) for _ in range(count)]
+    results = thread_ranks(size, trained, {"topology": "alternating-exp-ring", **options}, hosts=hosts)
     matrices = matrices_of("alternating_exp_ring", size, nodes)
     assert_equals_simulation([states for states, _ in results], Simulation(size, results[0][1], matrices))
-
-
-def test_the_size_of_hosts_can_be_given(thread_ranks):
-    results = thread_ranks(4, trained, {"topology": "alternating-exp-ring", "_local_world_size": 2})
-    matrices = matrices_of("alternating_exp_ring", 4, [0, 0, 1, 1])
-    assert_equals_simulation([states for states, _ in results], Simulation(4, results[0][1], matrices))
 
 
 @pytest.mark.parametrize(
@@ -85,13 +87,6 @@ def test_the_size_of_hosts_can_be_given(thread_ranks):
 def test_graphs_and_matchings(thread_ranks, which, as_view):
     results = thread_ranks(4, trained, {"topology": which, "param_as_bucket_view": as_view}, hosts=[1, 3])
     simulation = Simulation(4, results[0][1], lambda number: which.matrix(4, number, [0, 1, 1, 1]))
-    assert_equals_simulation([states for states, _ in results], simulation)
-
-
-@pytest.mark.parametrize("name", ["complete", "ring"])
-def test_weights_need_not_be_views(thread_ranks, name):
-    results = thread_ranks(3, trained, {"topology": name, "param_as_bucket_view": False})
-    simulation = Simulation(3, results[0][1], matrices_of(name, 3))
     assert_equals_simulation([states for states, _ in results], simulation)
 
 

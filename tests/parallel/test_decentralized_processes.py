@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
 
 import pytest
@@ -12,8 +14,8 @@ from bagua import testing, topology
 from bagua.errors import BaguaError, PeerLostError
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.testing import ProcessRanks
-from tests.harness import State, assert_close, loss_of, snapshot
-from tests.parallel.decentralized_simulation import Simulation, plain_sgd, train, wrap
+from tests.harness import State, assert_close, loss_of, mlp, snapshot
+from tests.parallel.decentralized_simulation import BUCKET_MB, Simulation, plain_sgd, train, wrap
 
 #: Buckets that are large enough for memory of their own on every transport.
 WIDTH = 160
@@ -112,3 +114,31 @@ def train_on_hosts() -> tuple[State, list[list[str]]]:
     assert bagua.comm.get_default_group().global_communicator.backend == "hybrid"
     model = wrap(topology="alternating-exp-ring")
     return train(model, range(4))[-1], [list(bucket.names) for bucket in model.bagua_buckets]
+
+
+def train_both(name: str) -> tuple[list[State], list[State]]:
+    importlib.import_module("loguru").logger.disable("decent_dp")
+    peer = importlib.import_module("decent_dp.ddp").DecentralizedDataParallel
+    rank, size = bagua.comm.get_rank(), bagua.comm.get_world_size()
+    theirs = mlp()
+    torch.set_num_threads(1)
+    wrapped = peer(theirs, plain_sgd, topology=name, bucket_size_in_mb=25, _local_world_size=1)
+    ours = DecentralizedDataParallel(mlp(), plain_sgd, topology=name, bucket_size_in_mb=BUCKET_MB, _local_world_size=1)
+    assert size > 1
+    states: tuple[list[State], list[State]] = ([], [])
+    for step in range(6):
+        for model, seen in ((wrapped, states[0]), (ours, states[1])):
+            loss_of(model, rank, step).backward()
+            seen.append(snapshot(theirs if model is wrapped else ours))
+    return states
+
+
+@pytest.mark.skipif(importlib.util.find_spec("decent_dp") is None, reason="decent-dp is not installed")
+@pytest.mark.parametrize(("name", "size"), [("complete", 2), ("complete", 4), ("ring", 2), ("one-peer-exp", 2)])
+def test_the_updates_are_those_of_decent_dp(process_ranks, name, size):
+    """Of version 0.2.3, where the order of rounds does not matter: there it is 2, 4, 5, 6 and so on."""
+    for theirs, ours in process_ranks(size, train_both, name):
+        # It steps for the first time before the second forward.
+        for expected, found in zip(theirs[1:], ours[1:], strict=True):
+            for key, value in expected.items():
+                assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6), key
