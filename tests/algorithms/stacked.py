@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.parallel import with_bagua
-from tests.algorithms.lossy_simulation import Layout
-from tests.harness import OptimizerMaker, State, assert_close, batch, mlp, snapshot
+from bagua.compression import Metadata, MinMaxUInt8
+from tests.harness import Losses, OptimizerMaker, State, assert_close, batch, mlp, snapshot
+from tests.parallel.wrapping import Loop
 
 Flats = list[torch.Tensor]
+#: For each bucket its size, and name and offset of each parameter.
+Layout = list[tuple[int, list[tuple[str, int]]]]
 #: What the gradients of everyone become: (index of the bucket, flat gradient of each rank) -> gradient for all.
 Combine = Callable[[int, Flats], torch.Tensor]
 SIZE = 4
@@ -35,20 +38,17 @@ def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def train(algorithm: Algorithm, make: OptimizerMaker, steps: int = STEPS) -> tuple[State, Layout]:
     """What a rank ends with, and its buckets."""
-    rank = bagua.comm.get_rank()
-    model = model_of(rank)
-    optimizer = make(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1500)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        optimizer.step()
-    layout = [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in wrapped.bagua_buckets]
-    return snapshot(model), layout
+    make_model = functools.partial(model_of, bagua.comm.get_rank())
+    loop = Loop("with_bagua", make_model, make, loss_of, algorithm=algorithm, bucket_bytes=1500)
+    return loop.train(steps), layout_of(loop.wrapped.bagua_buckets)
+
+
+def layout_of(buckets) -> Layout:
+    return [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in buckets]
 
 
 def flatten(tensors: State, numel: int, places: Sequence[tuple[str, int]]) -> torch.Tensor:
-    flat = torch.zeros(numel, dtype=torch.float64)
+    flat = torch.zeros(numel, dtype=next(iter(tensors.values())).dtype)
     for name, offset in places:
         flat[offset : offset + tensors[name].numel()] = tensors[name].flatten()
     return flat
@@ -56,7 +56,7 @@ def flatten(tensors: State, numel: int, places: Sequence[tuple[str, int]]) -> to
 
 def only_parameters(flat: torch.Tensor, places: Sequence[tuple[str, int]]) -> torch.Tensor:
     """Nothing gathers in the gaps between parameters."""
-    return flat * _mask(len(flat), tuple(places))
+    return flat * _mask(len(flat), tuple(places)).to(flat.dtype)
 
 
 @functools.lru_cache(maxsize=32)
@@ -64,25 +64,45 @@ def _mask(numel: int, places: tuple[tuple[str, int], ...]) -> torch.Tensor:
     return flatten({name: torch.ones_like(one) for name, one in model_of().state_dict().items()}, numel, places)
 
 
-def gradients_of(model: torch.nn.Module, rank: int, step: int) -> State:
+def gradients_of(model: torch.nn.Module, rank: int, step: int, losses: Losses = loss_of) -> State:
     model.zero_grad()
-    loss_of(model, rank, step).backward()
+    losses(model, rank, step).backward()
     return {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
-def simulate(layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS, *, size: int = SIZE) -> State:
+def simulate(
+    layout: Layout,
+    combine: Combine,
+    make: OptimizerMaker,
+    steps: int | Sequence[int] = STEPS,
+    *,
+    size: int = SIZE,
+    model: torch.nn.Module | None = None,
+    losses: Losses = loss_of,
+) -> State:
     """Gradients of everyone, combined for each bucket, and one optimizer for all."""
-    model = model_of()
+    model = model or model_of()
     optimizer = make(model.parameters())
-    for step in range(steps):
-        of_ranks = [gradients_of(model, rank, step) for rank in range(size)]
+    for step in range(steps) if isinstance(steps, int) else steps:
+        of_ranks = [gradients_of(model, rank, step, losses) for rank in range(size)]
         for index, (numel, places) in enumerate(layout):
             result = combine(index, [flatten(one, numel, places) for one in of_ranks])
             for name, offset in places:
                 parameter = model.get_parameter(name)
-                parameter.grad = result[offset : offset + parameter.numel()].view(parameter.shape).clone()
+                part = result[offset : offset + parameter.numel()]
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
         optimizer.step()
     return snapshot(model)
+
+
+def of_hosts(combine: Combine, hosts: Sequence[int]) -> Combine:
+    """The rule for the sums of hosts, of gradients that are divided by the number of ranks."""
+
+    def combined(index: int, flats: Flats) -> torch.Tensor:
+        shares = (torch.stack(flats) / len(flats)).split(list(hosts))
+        return combine(index, [share.sum(dim=0) for share in shares])
+
+    return combined
 
 
 def mean(_: int, flats: Flats) -> torch.Tensor:
@@ -209,3 +229,100 @@ class CodedSlices:
             lost[rank, mine] += (total - result)[mine]
         mask = only_parameters(torch.ones(numel, dtype=given.dtype), self.places)
         return result, lost * mask
+
+
+# Rules of sums that lose something, for the shares of everyone.
+
+
+def exact(_: int, flats: list[torch.Tensor]) -> torch.Tensor:
+    """No loss at all."""
+    return torch.stack(flats).sum(dim=0)
+
+
+def sign(flat: torch.Tensor) -> torch.Tensor:
+    """Signs times the mean magnitude of each 2048 elements, in bfloat16."""
+    return torch.cat([torch.where(part < 0, -1, 1) * part.abs().mean().bfloat16().float() for part in flat.split(2048)])
+
+
+def top_k(flat: torch.Tensor, ratio: float) -> torch.Tensor:
+    """The largest elements; zero elsewhere."""
+    kept = -int(-ratio * flat.numel() // 1)
+    largest = flat.abs().sort(descending=True).indices[:kept]
+    return torch.zeros_like(flat).index_copy(0, largest, flat[largest])
+
+
+def min_max(flat: torch.Tensor) -> torch.Tensor:
+    """What 8 bits leave; the codec has tests of its own, and its exact grid is its own business."""
+    return MinMaxUInt8().decompress(MinMaxUInt8().compress(flat), Metadata.of(flat))
+
+
+def byte_grad(_: int, flats: list[torch.Tensor]) -> torch.Tensor:
+    """Each slice rounded by everyone, summed, and rounded again."""
+    length = -(-flats[0].numel() // len(flats))
+    slices_of_everyone = zip(*(flat.split(length) for flat in flats), strict=True)
+    return torch.cat([min_max(torch.stack([*map(min_max, slices)]).sum(dim=0)) for slices in slices_of_everyone])
+
+
+@dataclass
+class WithFeedback:
+    """Error feedback: everyone's ``quantize`` of gradient plus residual, summed."""
+
+    layout: Layout
+    quantize: Callable[[torch.Tensor], torch.Tensor]
+    residuals: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __call__(self, index: int, flats: list[torch.Tensor]) -> torch.Tensor:
+        before = self.residuals.get(index, [torch.zeros_like(flats[0]) for _ in flats])
+        given = [flat + residual for flat, residual in zip(flats, before, strict=True)]
+        sent = [self.quantize(x) for x in given]
+        lost = [x - y for x, y in zip(given, sent, strict=True)]
+        self.residuals[index] = [only_parameters(x, self.layout[index][1]) for x in lost]
+        return torch.stack(sent).sum(dim=0)
+
+
+class PowerSgd:
+    """Projections of summed matrices on the span of what a power iteration found, with error feedback.
+
+    Bases come from a singular value decomposition, and everything is in double precision.
+
+    Args:
+        layout: of the buckets.
+        rank: of the approximations.
+        dtype: in which the first factors are drawn.
+    """
+
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.residuals: dict[int, list[torch.Tensor]] = {}
+        self.right: dict[str, torch.Tensor] = {}
+        for _, places in layout:
+            matrices = [name for name, _ in places if self._compressed(name)]
+            columns = [_shape(name)[1] for name in matrices]
+            start = torch.randn(sum(columns), rank, generator=torch.Generator().manual_seed(0), dtype=dtype).double()
+            self.right.update(zip(matrices, start.split(columns), strict=True))
+
+    def _compressed(self, name: str) -> bool:
+        shape = _shape(name)
+        return len(shape) == 2 and sum(shape) * self.rank < shape.numel()
+
+    def __call__(self, index: int, flats: list[torch.Tensor]) -> torch.Tensor:
+        before = self.residuals.get(index, [torch.zeros(flats[0].numel()).double() for _ in flats])
+        given = [flat.double() + residual for flat, residual in zip(flats, before, strict=True)]
+        result = torch.stack(given).sum(dim=0)
+        self.residuals[index] = [torch.zeros_like(x) for x in given]
+        for name, offset in self.layout[index][1]:
+            if self._compressed(name):
+                part = slice(offset, offset + _shape(name).numel())
+                total = result[part].view(_shape(name)).clone()
+                basis = torch.linalg.svd(total @ self.right[name], full_matrices=False).U
+                self.right[name] = total.t() @ basis
+                result[part] = (basis @ basis.t() @ total).flatten()
+                for x, residual in zip(given, self.residuals[index], strict=True):
+                    own = x[part].view(_shape(name))
+                    residual[part] = (own - basis @ (basis.t() @ own)).flatten()
+        return result
+
+
+def _shape(name: str) -> torch.Size:
+    return mlp().get_parameter(name).shape

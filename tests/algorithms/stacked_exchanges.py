@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from bagua.compression import Codec, Metadata
 from bagua.topology import create
-from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.pairs import Case
-from tests.algorithms.stacked import model_of
+from tests.algorithms.stacked import Layout, model_of
 from tests.harness import State, batch
 
 SIZE, HOSTS = 4, ((0, 1), (2, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -15,7 +16,8 @@ from bagua.compression import Identity, Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.topology import Hierarchical, Ring
-from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
+from tests.algorithms.replicas import Replicas
+from tests.harness import State, adam, batch, mlp, seeded, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 from tests.topologies import ONE_WAY, STAR, Made, graph
 
@@ -35,51 +37,22 @@ def loss(network: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(algorithm: Algorithm, make_optimizer=sgd, **options) -> State:
-    rank = bagua.comm.get_rank()
-    network = model()
-    optimizer = make_optimizer(network.parameters())
-    wrapped, _ = bagua_init(network, optimizer, algorithm, bucket_bytes=100, **options)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(wrapped, rank, step).backward()
-        optimizer.step()
-    wrapped.bagua_state_dict()
-    return snapshot(network)
+    def wrap(network: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        return bagua_init(network, optimizer, algorithm, bucket_bytes=100, **options)[0]
+
+    loop = Loop(wrap, model, make_optimizer, loss)
+    loop.train(STEPS)
+    loop.wrapped.bagua_state_dict()
+    return snapshot(loop.model)
 
 
-class Simulation:
-    """Every rank's model and optimizer, in this process, weights as rows of one matrix."""
-
-    def __init__(self, size: int, make_optimizer=sgd) -> None:
-        self.models = [model() for _ in range(size)]
-        self.optimizers = [make_optimizer(one.parameters()) for one in self.models]
-
-    @property
-    def rows(self) -> Matrix:
-        return torch.stack([nn.utils.parameters_to_vector(one.parameters()).detach() for one in self.models])
-
-    @rows.setter
-    def rows(self, rows: Matrix) -> None:
-        for one, row in zip(self.models, rows, strict=True):
-            nn.utils.vector_to_parameters(row.clone(), one.parameters())
-
-    def backward(self, step: int) -> None:
-        for rank, (one, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss(one, rank, step).backward()
-
-    def update(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def assert_equals(self, results: list[State]) -> None:
-        for result, one in zip(results, self.models, strict=True):
-            assert_close(result, snapshot(one))
+def simulation_of(size: int, make_optimizer=sgd) -> Replicas:
+    return Replicas(size, make_optimizer, model, loss)
 
 
-def simulated(matrices: list[Matrix], interval: int = 1, make_optimizer=sgd) -> Simulation:
+def simulated(matrices: list[Matrix], interval: int = 1, make_optimizer=sgd) -> Replicas:
     """``x_i <- sum_j W_ij x_j - lr u(g_i(x_i))``, with one matrix for each exchange."""
-    simulation = Simulation(len(matrices[0]), make_optimizer)
+    simulation = simulation_of(len(matrices[0]), make_optimizer)
     for step in range(STEPS):
         simulation.backward(step)
         if step % interval == 0:
@@ -132,10 +105,7 @@ def test_with_an_interval_there_are_steps_without_exchange_and_no_pair_is_left_o
 
 
 def test_the_optimizer_is_the_users(thread_ranks):
-    def train_with_adam() -> State:
-        return train(DecentralizedAlgorithm(), adam, fusion=False)
-
-    results = thread_ranks(2, train_with_adam)
+    results = thread_ranks(2, functools.partial(train, fusion=False), DecentralizedAlgorithm(), adam)
     simulated([mean(2)], make_optimizer=adam).assert_equals(results)
 
 
@@ -183,9 +153,9 @@ def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
 # In low precision.
 
 
-def simulated_differences(size: int, weights: Matrix, codec, interval: int = 1) -> Simulation:
+def simulated_differences(size: int, weights: Matrix, codec, interval: int = 1) -> Replicas:
     """Each rank's replica of itself is known to its neighbours; all start from the first update."""
-    simulation = Simulation(size)
+    simulation = simulation_of(size)
     replicas: Matrix | None = None
     layout = [parameter.numel() for parameter in simulation.models[0].parameters()]
     for step in range(STEPS):
@@ -210,13 +180,10 @@ def _through(codec, row: Matrix, layout: list[int]) -> Matrix:
 @pytest.mark.parametrize("codec", [Identity(), MinMaxUInt8(block_numel=8)], ids=repr)
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_differences_on_a_ring_as_published(thread_ranks, size, codec):
+    buckets = [["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]]
     algorithm = LowPrecisionDecentralizedAlgorithm(codec=codec)
-    results = thread_ranks(size, _train_in_parts, algorithm)
+    results = thread_ranks(size, functools.partial(train, buckets=buckets), algorithm)
     simulated_differences(size, thirds(size), codec).assert_equals(results)
-
-
-def _train_in_parts(algorithm: Algorithm) -> State:
-    return train(algorithm, buckets=[["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]])
 
 
 def test_without_rounding_differences_are_gossip_plus_the_local_update(thread_ranks):
@@ -242,7 +209,7 @@ def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
     for i, host in enumerate(nodes):
         for j, other in enumerate(nodes):
             spread[i, j] = between[host][other] / hosts[other]
-    simulation = Simulation(sum(hosts))
+    simulation = simulation_of(sum(hosts))
     replicas: Matrix | None = None
     for step in range(STEPS):
         simulation.backward(step)

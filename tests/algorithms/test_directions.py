@@ -13,13 +13,13 @@ from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
 from tests import harness
-from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
     CodedSlices,
     Combine,
     Flats,
+    Layout,
     differs,
     loss_of,
     mean,

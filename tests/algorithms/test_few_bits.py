@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import bagua.comm
 from bagua.algorithms import (
     Algorithm,
     DiLoCoAlgorithm,
@@ -27,16 +26,17 @@ from bagua.algorithms import (
 from bagua.compression import BlockTopK, Int2, Int4, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
-from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing import ThreadRanks
-from tests.algorithms import lossy_simulation
-from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.replicas import Replicas
 from tests.algorithms.stacked import (
     SIZE,
     Combine,
     Flats,
+    Layout,
+    PowerSgd,
     differs,
+    exact,
     flatten,
     largest_of_blocks,
     loss_of,
@@ -47,11 +47,13 @@ from tests.algorithms.stacked import (
     simulate,
     simulate_local,
     snapshot,
+    top_k,
     train,
     whole_layout,
     write,
 )
 from tests.harness import State, assert_close, assert_same_on_all_ranks, sgd
+from tests.parallel.wrapping import Loop
 
 
 def plain_sgd(parameters):
@@ -78,7 +80,7 @@ class DeepGradientCompression:
             share = share * min(1.0, self.clip / float(share.norm()))
             u = self.momentum * us[rank] + share
             v = vs[rank] + u if self.feedback else u
-            sent = lossy_simulation.top_k(v, self.ratio)
+            sent = top_k(v, self.ratio)
             us[rank], vs[rank] = torch.where(sent != 0, 0, u), v - sent
             total += sent
         return total
@@ -163,11 +165,11 @@ def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
         return simulate(layout, combine, plain_sgd)
 
     def low_rank(layout: Layout) -> Combine:
-        return lossy_simulation.PowerSgd(layout, 2, torch.float64)
+        return PowerSgd(layout, 2, torch.float64)
 
     assert_close(state, simulated(0.8, low_rank))
     assert differs(state, simulated(0.7, low_rank))
-    assert differs(state, simulated(0.8, lambda _: lossy_simulation.exact))
+    assert differs(state, simulated(0.8, lambda _: exact))
 
 
 # One-bit Adam.
@@ -307,38 +309,30 @@ def test_an_exchange_of_few_elements_leaves_the_mean_of_weights_alone(size):
     assert differs(before[0], after[0])
 
 
-def learn_while_there_is_data(batches: tuple[int, ...]) -> State:
-    rank, model = bagua.comm.get_rank(), model_of()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], dataclasses.replace(IN_WEIGHTS, outer_lr=1.0))
-    with wrapped.join():
-        for step in range(batches[rank]):
-            optimizer.zero_grad()
-            loss_of(wrapped, rank, step).backward()
-            optimizer.step()
-    return snapshot(model)
-
-
 def test_a_rank_without_data_keeps_what_it_has_not_sent(thread_ranks):
     """In plain torch: what it sends in the second exchange is what was left of the first."""
-    models = [model_of() for _ in range(2)]
-    optimizers = [sgd(model.parameters()) for model in models]
-    numel, places = whole_layout()
-    anchor = flatten(snapshot(models[0]), numel, places)
+    batches, (numel, places) = (5, 10), whole_layout()
+
+    def learn_while_there_is_data() -> State:
+        loop = Loop("with_bagua", model_of, sgd, loss_of, algorithm=dataclasses.replace(IN_WEIGHTS, outer_lr=1.0))
+        with loop.wrapped.join():
+            loop.train(batches[loop.rank])
+        return snapshot(loop.model)
+
+    ranks = Replicas(2, sgd, model_of, loss_of)
+    anchor = flatten(snapshot(ranks.models[0]), numel, places)
     for trained, steps in (((0, 1), range(5)), ((1,), range(5, 10))):
         for rank in trained:
-            model, optimizer = models[rank], optimizers[rank]
             for step in steps:
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-        weights = [flatten(snapshot(model), numel, places) for model in models]
+                ranks.optimizers[rank].zero_grad()
+                loss_of(ranks.models[rank], rank, step).backward()
+                ranks.optimizers[rank].step()
+        weights = [flatten(state, numel, places) for state in ranks.states()]
         sent = [largest_of_blocks((anchor - one) / 2, 64, 8, bits=2) for one in weights]
-        for model, one, own in zip(models, weights, sent, strict=True):
+        for model, one, own in zip(ranks.models, weights, sent, strict=True):
             write(model, one + 2 * own - sum(sent), places)
         anchor = anchor - sum(sent)
-    for state, model in zip(thread_ranks(2, learn_while_there_is_data, (5, 10)), models, strict=True):
-        assert_close(state, snapshot(model))
+    ranks.assert_equals(thread_ranks(2, learn_while_there_is_data))
 
 
 @pytest.mark.parametrize("codec", ["int4", "int2", "sign", "block_topk", "minmax_uint8"])

@@ -21,20 +21,22 @@ from bagua.buckets import Bucket
 from bagua.engine.schedule.tracks import memory_for
 from bagua.errors import CollectiveMismatchError, InvalidTensorError
 from bagua.parallel import with_bagua
-from tests.algorithms.lossy_simulation import (
+from tests.algorithms.replicas import plain_sgd
+from tests.algorithms.stacked import (
     Combine,
     Layout,
     PowerSgd,
     WithFeedback,
     byte_grad,
     exact,
+    layout_of,
+    of_hosts,
     sign,
     simulate,
     top_k,
 )
-from tests.algorithms.replicas import plain_sgd
 from tests.contract.algorithms import INF_STEP, STEPS, train_with_an_inf
-from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 
 Formula = Callable[[Layout], Combine]
@@ -53,14 +55,13 @@ CASES: dict[str, tuple[Algorithm, Formula]] = {
 LOSSY = [name for name in CASES if name != "scatter_gather_allreduce"]
 
 
-def layout_of(model: torch.nn.Module) -> Layout:
-    return [(bucket.numel, list(zip(bucket.names, bucket.offsets, strict=True))) for bucket in model.bagua_buckets]
+def train(algorithm: Algorithm, steps: int) -> tuple[State, Layout]:
+    loop = Loop("with_bagua", of_this_rank, algorithm=algorithm)
+    return loop.train(steps), layout_of(loop.wrapped.bagua_buckets)
 
 
-def train(algorithm: Algorithm, steps: int, bucket_bytes: int = 1000) -> tuple[State, Layout]:
-    loop = Loop("with_bagua", of_this_rank, algorithm=algorithm, bucket_bytes=bucket_bytes)
-    loop.train(steps)
-    return snapshot(loop.model), layout_of(loop.wrapped)
+def simulated(hosts: Sequence[int], steps: Sequence[int], layout: Layout, rule: Combine) -> State:
+    return simulate(layout, of_hosts(rule, hosts), sgd, steps, size=sum(hosts), model=mlp(), losses=loss_of)
 
 
 def assert_follows_its_formula(
@@ -70,10 +71,10 @@ def assert_follows_its_formula(
     assert_same_on_all_ranks([state for state, _ in results])
     state, layout = results[0]
     assert len(layout) > 1
-    assert_close(state, simulate(hosts, steps, layout, formula(layout)))
+    assert_close(state, simulated(hosts, steps, layout, formula(layout)))
     if lossy:
         with pytest.raises(AssertionError):
-            assert_close(state, simulate(hosts, steps, layout, exact))
+            assert_close(state, simulated(hosts, steps, layout, exact))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -107,10 +108,10 @@ def test_a_step_that_a_scaler_skips_leaves_no_trace(thread_ranks, name):
 def test_sums_are_exact_while_warming_up(thread_ranks, name):
     declaration = type(CASES[name][0])
     state, layout = thread_ranks(2, train, declaration(warmup_steps=4), 4)[0]
-    assert_close(state, simulate([1, 1], range(4), layout, exact))
+    assert_close(state, simulated([1, 1], range(4), layout, exact))
     state, layout = thread_ranks(2, train, declaration(warmup_steps=3), 4)[0]
     with pytest.raises(AssertionError):
-        assert_close(state, simulate([1, 1], range(4), layout, exact))
+        assert_close(state, simulated([1, 1], range(4), layout, exact))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,12 +10,12 @@ from bagua.algorithms import OneBitLambAlgorithm
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
-from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
     CodedSlices,
     Flats,
+    Layout,
     differs,
     flatten,
     gradients_of,

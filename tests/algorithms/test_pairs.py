@@ -12,9 +12,8 @@ import bagua.comm
 from bagua.algorithms import Algorithm, Parts
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.pairs import Case, all_pairs, cases_of, cover, legal_case, pairs_of
-from tests.algorithms.stacked import loss_of, model_of, whole_layout
+from tests.algorithms.stacked import Layout, layout_of, loss_of, model_of, whole_layout
 from tests.algorithms.stacked_exchanges import EARLIER, LONGEST, RATE, SCALE, SIZE, Simulation, exact_mean, nothing
 from tests.harness import State, snapshot
 
@@ -60,11 +59,10 @@ def train(
         trainer.model.load_state_dict(weights)
         trainer.model.bagua_load_state_dict(remembered)
     trainer.steps(range(steps // 2, steps), skips)
-    buckets = trainer.model.bagua_buckets
-    return snapshot(trainer.model), [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in buckets]
+    return snapshot(trainer.model), layout_of(trainer.model.bagua_buckets)
 
 
-def layout_of(case: Case, buckets: Layout) -> Layout:
+def layout_for(case: Case, buckets: Layout) -> Layout:
     """Of parts: each parameter of a part at a multiple of 64 bytes; of buckets, as they were formed."""
     if case.parts == 1:
         return buckets
@@ -87,7 +85,7 @@ def test_every_pair_of_fields_is_what_it_is_on_stacked_tensors(thread_ranks, cas
     skips = SKIPPED if case.algorithm.ranks_differ else frozenset()
     arguments = case.loop, case.algorithm, case.steps, case.resumed, skips
     ended, layouts = zip(*thread_ranks(SIZE, train, *arguments, **case.hosts), strict=True)
-    exchange = case, layout_of(case, layouts[0])
+    exchange = case, layout_for(case, layouts[0])
     assert largest_difference(ended, Simulation(case.loop, exchange).run(case.steps, skips)) < 1e-9
     mutated = Simulation(case.loop, exchange, mutant=exact_mean if case.lossy else nothing)
     assert largest_difference(ended, mutated.run(case.steps, skips)) > 1e-9
@@ -116,7 +114,7 @@ def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, in
     algorithm = Algorithm.of(*(one.exchange.labelled(one.subject) for one in order))
     arguments = "plain", algorithm, outer.steps, number % 4 > 1, frozenset()
     ended, layouts = zip(*thread_ranks(SIZE, train, *arguments), strict=True)
-    exchanges = [(one, layout_of(one, layouts[0])) for one in order]
+    exchanges = [(one, layout_for(one, layouts[0])) for one in order]
     assert largest_difference(ended, Simulation("plain", *exchanges).run(outer.steps)) < 1e-9
     mutated = Simulation("plain", *exchanges, mutant=nothing, place=order.index(inner))
     assert largest_difference(ended, mutated.run(outer.steps)) > 1e-9
