@@ -183,15 +183,13 @@ def test_a_model_that_failed_can_be_dropped_like_any_other(thread_ranks, algorit
     """The error knows the frames of the loop that it came through, and these know the model."""
 
     def fail() -> weakref.ref[Any]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        with_bagua(model, [sgd(model.parameters())], algorithm)
-        loss_of(model, rank, 0).backward()
-        if rank == 0:
-            model[0].weight.register_hook(raise_memory_error)
+        loop = Loop("with_bagua", algorithm=algorithm)
+        loop.backward()
+        if loop.rank == 0:
+            loop.model[0].weight.register_hook(raise_memory_error)
         with pytest.raises((MemoryError, PeerLostError)):
-            loss_of(model, rank, 1).backward()
-        return weakref.ref(model._bagua_engine.reducer)
+            loop.backward()
+        return weakref.ref(loop.reducer)
 
     def drop() -> list[Any]:
         parent = bagua.comm.get_default_group()
@@ -351,16 +349,12 @@ def test_every_algorithm_can_be_closed_and_begun_anew(thread_ranks, name):
     algorithm = registry.get(name)()
 
     def train() -> tuple[State, State]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = optimizer_maker(algorithm)(model.parameters())
-        with_bagua(model, [optimizer], algorithm)
-        with model.bagua_closing():
-            train_steps(model, optimizer, rank, range(3))
-        train_steps(model, optimizer, rank, range(3, 5))
-        alone = snapshot(model)
-        with_bagua(model, [optimizer], algorithm)
-        return alone, snapshot(model)
+        loop = Loop("with_bagua", mlp, optimizer_maker(algorithm), algorithm=algorithm)
+        with loop.model.bagua_closing():
+            loop.train(3)
+        alone = loop.train(2)
+        with_bagua(loop.model, [loop.optimizer], algorithm)
+        return alone, snapshot(loop.model)
 
     results = thread_ranks(2, train)
     assert_same_on_all_ranks([results[0][0], *(anew for _, anew in results)])

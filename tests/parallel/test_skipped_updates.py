@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -67,21 +68,19 @@ class Unusual(nn.Module):
         return self.body(inputs) + self.nothing.sum()
 
 
-def _train_the_unusual() -> State:
-    rank, model = bagua.comm.get_rank(), Unusual()
+@on_ranks(2)
+def test_gradients_without_elements_and_sparse_ones_are_looked_at_too():
     table = nn.Embedding(4, 2, sparse=True)
-    optimizer = sgd([*model.parameters(), *table.parameters()])
-    wrapped = with_bagua(model, [optimizer], "low_precision_decentralized", bucket_bytes=1000)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (loss_of(wrapped, rank, step) + table(torch.tensor([rank])).sum()).backward()
-        optimizer.step()
-    return wrapped.state_dict()
 
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return loss_of(model, rank, step) + table(torch.tensor([rank])).sum()
 
-def test_gradients_without_elements_and_sparse_ones_are_looked_at_too(thread_ranks):
-    for weights in thread_ranks(2, _train_the_unusual):
-        assert all(weight.isfinite().all() for weight in weights.values())
+    def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return sgd([*parameters, *table.parameters()])
+
+    loop = Loop("with_bagua", Unusual, optimizer_of, loss, algorithm="low_precision_decentralized")
+    loop.train(STEPS)
+    assert all(weight.isfinite().all() for weight in loop.wrapped.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -113,18 +112,16 @@ def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch
     """Two losses, one update: each backward pass is a step, and each update pays what the steps before it owe."""
     counted = _sent(monkeypatch)
 
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
+    def train() -> None:
         algorithm = LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
-        wrapped = with_bagua(model, [optimizer], algorithm)
+        loop = Loop("with_bagua", algorithm=algorithm, bucket_bytes=10**6)
         for step in range(6):
-            optimizer.zero_grad()
-            output = wrapped(batch(rank, step)[0])
+            loop.optimizer.zero_grad()
+            output = loop.wrapped(batch(loop.rank, step)[0])
             output.sum().backward(retain_graph=True)
             output.square().sum().backward()
-            optimizer.step()
-        return snapshot(model)
+            loop.optimizer.step()
+        snapshot(loop.model)
 
     thread_ranks(2, train)
     due = [t for t in range(1, 13) if (t - 1) % interval == 0]

@@ -12,9 +12,9 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
-from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, sgd, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot
 from tests.parallel.test_changes import ALGORITHMS, OPTIONS, optimizer_maker
-from tests.parallel.wrapping import by_with_bagua, on_ranks
+from tests.parallel.wrapping import Loop, by_with_bagua, on_ranks
 
 BY_WEIGHTS = ["local_sgd", "slowmo", "diloco", "sparse_loco", "decentralized", "low_precision_decentralized"]
 STEPS = 8
@@ -50,13 +50,24 @@ def by_assigning(model: Any, rank: int, step: int) -> None:
         one.grad = gradient
 
 
-def started(name: str) -> tuple[Any, torch.optim.Optimizer]:
+class Steps(Loop):
+    """Each of its steps makes gradients in some way."""
+
+    def __init__(self, name: str, way: Callable[..., None] = by_a_method) -> None:
+        algorithm, self.way = Algorithm.init(name, **OPTIONS.get(name, {})), way
+        options = {"algorithm": algorithm, "find_unused_parameters": True}
+        super().__init__("with_bagua", constant_heads, optimizer_maker(algorithm), **options)
+
+    def backward(self) -> None:
+        self.step += 1
+        self.way(self.model, self.rank, self.step - 1)
+
+
+def constant_heads() -> nn.Module:
     model = Heads()
     for parameter in model.parameters():  # Threads share the generator.
         nn.init.constant_(parameter, 0.1)
-    algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
-    optimizer = optimizer_maker(algorithm)(model.parameters())
-    return by_with_bagua(model, optimizer, algorithm=algorithm, find_unused_parameters=True), optimizer
+    return model
 
 
 @pytest.mark.parametrize(
@@ -66,17 +77,13 @@ def started(name: str) -> tuple[Any, torch.optim.Optimizer]:
 )  # fmt: skip
 @on_ranks(2, assert_same_on_all_ranks)
 def test_every_step_of_an_optimizer_counts(name, way: Callable[..., None]) -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = started(name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        way(model, rank, step)
-        optimizer.step()
-    assert model.bagua_step == STEPS
+    loop = Steps(name, way)
+    state = loop.train(STEPS)
+    assert loop.wrapped.bagua_step == STEPS
     if name in ("local_sgd", "slowmo", "diloco", "sparse_loco"):
-        return snapshot(model)  # The last exchange was due after the last step.
-    model.bagua_finish()
-    return snapshot(model)
+        return state  # The last exchange was due after the last step.
+    loop.wrapped.bagua_finish()
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "gradient_allreduce"])
@@ -102,36 +109,29 @@ def test_parts_of_a_container_train_in_turns(name, trained) -> State:
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
 @on_ranks(2, assert_same_on_all_ranks)
 def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(name) -> State:
-    rank = bagua.comm.get_rank()
-    model, optimizer = started(name)
+    loop = Steps(name)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        model.loss(rank, step).backward()
-        if rank or step:  # As a GradScaler after an overflow.
-            optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.backward()
+        if loop.rank or step:  # As a GradScaler after an overflow.
+            loop.optimizer.step()
         else:
-            model.first.weight.grad.fill_(torch.inf)
-    assert model.bagua_step == STEPS
-    return snapshot(model)
+            loop.model.first.weight.grad.fill_(torch.inf)
+    assert loop.wrapped.bagua_step == STEPS
+    return snapshot(loop.model)
 
 
 @on_ranks(2)
 def test_one_parameter_of_each_optimizer_tells_of_passes():
-    model, optimizer = started("local_sgd")
-    for step in range(2):
-        model.loss(bagua.comm.get_rank(), step).backward()
-        optimizer.step()
-    assert sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()) == 1
+    loop = Steps("local_sgd")
+    loop.train(2)
+    assert sum(bool(parameter._post_accumulate_grad_hooks) for parameter in loop.model.parameters()) == 1
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_gradients_that_were_not_exchanged_are_told_at_once(thread_ranks, caplog, times):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = started("gradient_allreduce")
-        for step in range(times):
-            by_assigning(model, rank, step)
-            optimizer.step()
+        Steps("gradient_allreduce", by_assigning).train(times)
 
     thread_ranks(2, train)
     assert caplog.text.count("optimizer 0 (SGD) steps with gradients that no backward pass has brought") == 1
@@ -139,14 +139,13 @@ def test_gradients_that_were_not_exchanged_are_told_at_once(thread_ranks, caplog
 
 def test_steps_with_gradients_that_came_are_not_told_of(thread_ranks, caplog):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model, optimizer = started("gradient_allreduce")
-        for step in range(3):
-            optimizer.zero_grad()
-            with model.no_sync():
-                model.loss(rank, step).backward()
-            model.loss(rank, step).backward()
-            optimizer.step()
+        loop = Steps("gradient_allreduce")
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            with loop.wrapped.no_sync():
+                loop.backward()
+            loop.backward()
+            loop.optimizer.step()
 
     thread_ranks(2, train)
     assert "no backward pass" not in caplog.text
@@ -154,13 +153,11 @@ def test_steps_with_gradients_that_came_are_not_told_of(thread_ranks, caplog):
 
 @on_ranks(2)
 def test_a_change_that_no_forward_pass_could_take_in_is_an_error():
-    rank = bagua.comm.get_rank()
-    model, optimizer = started("gradient_allreduce")
-    model.loss(rank, 0).backward()
-    optimizer.step()
-    model.first.weight = nn.Parameter(torch.ones(4, 4))
+    loop = Steps("gradient_allreduce")
+    loop.train()
+    loop.model.first.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ConfigurationError, match=r"first\.weight is another tensor now.*without a forward pass"):
-        model.loss(rank, 1).backward()
+        loop.backward()
 
 
 # Sharpness-aware minimization: each rank steps up its own gradient, and down that of all.
@@ -177,11 +174,6 @@ def _perturbed(model: nn.Module) -> Iterator[None]:
             parameter.copy_(before)
 
 
-def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    inputs, targets = batch(rank, step)
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
 def _sharpness_aware() -> State:
     """What two ranks come to, on one."""
     model = mlp()
@@ -190,10 +182,10 @@ def _sharpness_aware() -> State:
         total: list[torch.Tensor] = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for rank in range(2):
             optimizer.zero_grad()
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
             for _ in _perturbed(model):
                 optimizer.zero_grad()
-                _loss(model, rank, step).backward()
+                loss_of(model, rank, step).backward()
             for mean, parameter in zip(total, model.parameters(), strict=True):
                 mean.add_(parameter.grad, alpha=0.5)
         for mean, parameter in zip(total, model.parameters(), strict=True):
@@ -212,10 +204,10 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
         for step in range(5):
             optimizer.zero_grad()
             with wrapped.no_sync():
-                _loss(wrapped, rank, step).backward()
+                loss_of(wrapped, rank, step).backward()
             for _ in _perturbed(model):
                 optimizer.zero_grad()
-                _loss(wrapped, rank, step).backward()
+                loss_of(wrapped, rank, step).backward()
             optimizer.step()
         return snapshot(model)
 
@@ -227,9 +219,6 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "local_sgd"])
 @on_ranks(1)
 def test_steps_of_one_rank_alone_count(name):
-    model, optimizer = started(name)
-    for step in range(3):
-        by_a_method(model, 0, step)
-        optimizer.step()
-    steps: int = model.bagua_step
-    assert steps == 3
+    loop = Steps(name)
+    loop.train(3)
+    assert loop.wrapped.bagua_step == 3
