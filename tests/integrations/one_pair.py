@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import bagua.comm
 from bagua.testing import ProcessRanks
 
 Job = Callable[..., Any]
@@ -21,3 +24,10 @@ def run_all(jobs: dict[Job, tuple[Any, ...]], deadline_s: float = 240.0) -> dict
 
 def _each(jobs: list[tuple[Job, tuple[Any, ...]]]) -> list[Any]:
     return [function(*arguments) for function, arguments in jobs]
+
+
+def as_torchrun_starts_it() -> None:
+    """What Accelerate looks for before it finds that torch.distributed is initialized already."""
+    rank = str(bagua.comm.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import types
 import warnings
 from pathlib import Path
@@ -22,7 +21,7 @@ accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerat
 
 from bagua.integrations._attached import read_own_file, write_own_file  # noqa: E402
 from bagua.integrations.accelerate import CommHookKwargs, attach, use_comm_hook  # noqa: E402
-from tests.integrations.one_pair import run_all  # noqa: E402
+from tests.integrations.one_pair import as_torchrun_starts_it, run_all  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -33,15 +32,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     return run_all({**jobs, _each: (str(tmp_path_factory.mktemp("accelerate")),)})
 
 
-def _as_torchrun_starts_it() -> None:
-    rank = bagua.comm.get_rank()
-    # What Accelerate looks for before it finds that torch.distributed is initialized already.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    warnings.simplefilter("ignore")
-
-
 def _train() -> tuple[State, State, bool]:
-    _as_torchrun_starts_it()
+    as_torchrun_starts_it()
     rank = bagua.comm.get_rank()
     states = []
     for compressed in (False, True):
@@ -69,7 +61,7 @@ def test_the_hook_compresses_and_options_are_kept(results):
 
 
 def _prepare_what_is_wrapped() -> tuple[str, State, State, list[str]]:
-    _as_torchrun_starts_it()
+    as_torchrun_starts_it()
     rank = bagua.comm.get_rank()
     accelerator = accelerate.Accelerator(cpu=True)
     model = with_bagua(mlp(), sgd(mlp().parameters()), "gradient_allreduce")
@@ -99,7 +91,7 @@ def test_a_wrapped_model_is_not_prepared(results):
 
 
 def _forget_to_prepare_the_model() -> list[list[str]]:
-    _as_torchrun_starts_it()
+    as_torchrun_starts_it()
     told = []
     for prepares in (False, True):
         accelerator = accelerate.Accelerator(cpu=True)
@@ -195,7 +187,7 @@ def _by_hand(name: str) -> State:
 
 
 def _each(folder: str) -> list[tuple[State, State, State, State]]:
-    _as_torchrun_starts_it()
+    as_torchrun_starts_it()
     ends = []
     for name in OPTIONS:
         whole, resumed, finished, syncs = _whole_and_resumed(name, f"{folder}/{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -182,27 +183,35 @@ def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks
     assert process_ranks(2, _overflow) == [[True, False, True, True]] * 2
 
 
-def _stop_and_go_on() -> tuple[State, State]:
-    rank = bagua.comm.get_rank()
-    state = TopKState(0.05)
-    model = _ddp(state, ONE)
+def _whole_and_resumed(
+    make: Callable[[], ReducerState], stop: int, end: int, megabytes: float
+) -> tuple[State, ReducerState, nn.Module, dict]:
+    """The weights after ``end`` steps; state and model that went on from step ``stop``, and what had been saved."""
+    state, rank = make(), bagua.comm.get_rank()
+    model = _ddp(state, megabytes)
     optimizer = sgd(model.parameters())
-    train_steps(model, optimizer, rank, range(2))
-    saved = (snapshot(model.module), copy.deepcopy(optimizer.state_dict()), state.state_dict(model))
-    train_steps(model, optimizer, rank, range(2, 5))
+    train_steps(model, optimizer, rank, range(stop))
+    weights, moments = snapshot(model.module), copy.deepcopy(optimizer.state_dict())
+    saved = state.state_dict(model)
+    train_steps(model, optimizer, rank, range(stop, end))
     state.close()
 
-    later = TopKState(0.05)
-    again = _ddp(later, ONE)
-    again.module.load_state_dict(saved[0])
+    later = make()
+    again = _ddp(later, megabytes)
+    again.module.load_state_dict(weights)
     optimizer = sgd(again.parameters())
-    optimizer.load_state_dict(saved[1])
-    later.load_state_dict(saved[2], again)
-    assert later.state_dict(again.module).keys() == saved[2].keys()
-    train_steps(again, optimizer, rank, range(2, 5))
+    optimizer.load_state_dict(moments)
+    later.load_state_dict(saved, again)
+    assert later.state_dict(again.module).keys() == saved.keys()
+    train_steps(again, optimizer, rank, range(stop, end))
+    return snapshot(model.module), later, again, saved
+
+
+def _stop_and_go_on() -> tuple[State, State]:
+    whole, later, again, saved = _whole_and_resumed(lambda: TopKState(0.05), 2, 5, ONE)
     assert later.step == 5
-    _refuse_other_states(saved[2], again)
-    return snapshot(model.module), snapshot(again.module)
+    _refuse_other_states(saved, again)
+    return whole, snapshot(again.module)
 
 
 def _refuse_other_states(saved: dict, model: nn.Module) -> None:
@@ -229,21 +238,8 @@ def _resume_in_other_buckets() -> list[tuple[State, State]]:
 
     found = []
     for make, stop in ((blocks, 1), (lambda: PowerSGDState(1), 1), (blocks, 2), (lambda: PowerSGDState(1), 3)):
-        state, rank = make(), bagua.comm.get_rank()
-        model = _ddp(state, SEVERAL)
-        optimizer = sgd(model.parameters())
-        train_steps(model, optimizer, rank, range(stop))
-        saved = (snapshot(model.module), copy.deepcopy(optimizer.state_dict()), state.state_dict(model))
-        train_steps(model, optimizer, rank, range(stop, 6))
-        later = make()
-        again = _ddp(later, SEVERAL)
-        again.module.load_state_dict(saved[0])
-        twin = sgd(again.parameters())
-        twin.load_state_dict(saved[1])
-        later.load_state_dict(saved[2], again)
-        train_steps(again, twin, rank, range(stop, 6))
-        found.append((snapshot(model.module), snapshot(again.module)))
-        state.close()
+        whole, later, again, _ = _whole_and_resumed(make, stop, 6, SEVERAL)
+        found.append((whole, snapshot(again.module)))
         later.close()
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,17 +84,22 @@ def train_sharded(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
     for algorithm in algorithms:
         copied = isinstance(algorithm, LocalSGDAlgorithm)
         model, optimizer, exchange = sharded(algorithm, bagua.comm.get_rank() // SHARDS, copied=copied)
-        watched = []
-        for number in range(STEPS):
-            train_step(model, optimizer, number)
-            watched.append(whole(model))
-        output(model)
-        with exchange.bagua_global_average():
-            of_mean = output(model)
-        of_own = output(model)
-        exchange.bagua_finish()
-        found.append({"watched": watched, "mean": of_mean, "own": of_own, "end": whole(model)})
+        found.append(watch(model, exchange, functools.partial(train_step, model, optimizer)))
     return found
+
+
+def watch(model: nn.Module, exchange: Any, step: Callable[[int], None]) -> dict[str, Any]:
+    """The weights after each step and in the end, and outputs of the mean of all replicas and of the own one."""
+    watched = []
+    for number in range(STEPS):
+        step(number)
+        watched.append(whole(model))
+    output(model)
+    with exchange.bagua_global_average():
+        of_mean = output(model)
+    of_own = output(model)
+    exchange.bagua_finish()
+    return {"watched": watched, "mean": of_mean, "own": of_own, "end": whole(model)}
 
 
 def divisor_of(algorithm: Algorithm) -> int:
@@ -102,22 +109,20 @@ def divisor_of(algorithm: Algorithm) -> int:
 
 def train_whole(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
     """The same on one rank for each replica."""
-    found = []
+    found, rank = [], bagua.comm.get_rank()
     for algorithm in algorithms:
-        rank, model = bagua.comm.get_rank(), uneven(bagua.comm.get_rank())
+        model = uneven(rank)
         optimizer = optimizer_of(model)
         wrapped: Any = with_bagua(model, [optimizer], algorithm)
-        watched = []
-        for number in range(STEPS):
+
+        def step(
+            number: int, wrapped: Any = wrapped, optimizer: Any = optimizer, by: int = divisor_of(algorithm)
+        ) -> None:
             optimizer.zero_grad()
-            (sum(loss_of(wrapped, one, number) for one in (2 * rank, 2 * rank + 1)) / divisor_of(algorithm)).backward()
+            (sum(loss_of(wrapped, one, number) for one in (2 * rank, 2 * rank + 1)) / by).backward()
             optimizer.step()
-            watched.append(whole(model))
-        with wrapped.bagua_global_average():
-            of_mean = output(model)
-        of_own = output(model)
-        wrapped.bagua_finish()
-        found.append({"watched": watched, "mean": of_mean, "own": of_own, "end": whole(model)})
+
+        found.append(watch(model, wrapped, step))
     return found
 
 

@@ -20,7 +20,7 @@ from bagua.integrations.ddp_comm_hooks import TopKState
 from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
 from bagua.parallel import BaguaModule, with_bagua
 from tests.harness import State, assert_same_on_all_ranks, snapshot
-from tests.integrations.one_pair import run_all
+from tests.integrations.one_pair import as_torchrun_starts_it, run_all
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytest.importorskip("accelerate", reason="needs the extra transformers")
@@ -77,13 +77,6 @@ def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
         train_dataset=data,
         eval_dataset=data[:8],
     )
-
-
-def as_torchrun_starts_it() -> None:
-    rank = bagua.comm.get_rank()
-    # What Accelerate looks for before it finds that torch.distributed is initialized already.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    warnings.simplefilter("ignore")
 
 
 def train(name: str, folder: str, checkpoint: str | None, options: dict[str, Any]) -> tuple[State, str]:

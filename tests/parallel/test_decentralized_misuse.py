@@ -65,25 +65,25 @@ def test_functions_that_make_something_else(options, message):
         train(model, [0])
 
 
+ONE_OR_ANOTHER = Made(lambda *_: topology.Complete().matrix(2) if bagua.comm.get_rank() else torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_rank_1", "message"),
+    [
+        ({"topology": ONE_OR_ANOTHER}, {}, "topologies"),
+        ({}, {"topology": "ring"}, "AlternatingRing"),
+        ({}, {"grad_clip_norm": 1.0}, "clip"),
+        ({}, {"make": lambda: nn.Linear(8, 4)}, "weight"),
+    ],
+    ids=["topologies", "names", "options", "models"],
+)
 @on_ranks(2)
-def test_topologies_that_differ():
-    turned = bagua.comm.get_rank() == 1
-    with pytest.raises(CollectiveMismatchError, match="topologies"):
-        wrap(topology=Made(lambda *_: topology.Complete().matrix(2) if turned else torch.eye(2)))
-
-
-@pytest.mark.parametrize("options", [{"topology": "ring"}, {"grad_clip_norm": 1.0}])
-@on_ranks(2)
-def test_options_that_differ(options):
-    with pytest.raises(CollectiveMismatchError):
-        wrap(**(options if bagua.comm.get_rank() else {}))
-
-
-@on_ranks(2)
-def test_models_that_differ():
-    model = mlp() if bagua.comm.get_rank() else nn.Linear(8, 4)
-    with pytest.raises(CollectiveMismatchError, match="weight"):
-        DecentralizedDataParallel(model, momentum)
+def test_what_differs_between_ranks(of_all, of_rank_1, message):
+    options = {**of_all, **(of_rank_1 if bagua.comm.get_rank() else {})}
+    model = options.pop("make", mlp)()
+    with pytest.raises(CollectiveMismatchError, match=message):
+        DecentralizedDataParallel(model, momentum, **options)
 
 
 class TwoWays(nn.Module):
