@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bagua.comm
@@ -24,10 +25,12 @@ from tests.harness import (
     gradients,
     loss_of,
     mlp,
+    reference,
     seeded,
+    sgd,
     snapshot,
 )
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.wrapping import Loop, assert_trained, of_this_rank, on_ranks
 
 
 def test_it_takes_every_argument_of_torch_in_the_same_order():
@@ -294,3 +297,24 @@ def test_buffers():
     assert buffer_policy(False, False) == (True, False)
     with pytest.raises(ConfigurationError, match="contradict"):
         buffer_policy(True, False)
+
+
+# Groups and meshes of torch.distributed, where a group of bagua could be passed.
+
+
+def _train_on_torch_groups() -> dict[str, State]:
+    return {
+        name: Loop(lambda model, _, given=options: DistributedDataParallel(model, **given), of_this_rank).train(3)
+        for name, options in {
+            "group": {"process_group": dist.new_group([0, 1])},
+            "world": {"process_group": dist.group.WORLD},
+            "mesh": {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2,))},
+        }.items()
+    }
+
+
+def test_groups_and_meshes_of_torch_are_taken(process_ranks):
+    first, second = process_ranks(2, _train_on_torch_groups)
+    expected = reference(mlp(), sgd, 2, range(3))
+    for name, state in first.items():
+        assert_trained([state, second[name]], expected)

@@ -20,7 +20,7 @@ from tests.harness import (
     reference,
     sgd,
 )
-from tests.parallel.wrapping import WRAPS, Loop, of_this_rank, on_ranks
+from tests.parallel.wrapping import WRAPS, Loop, assert_trained, of_this_rank, on_ranks
 
 OPTIMIZERS = {"sgd": sgd, "adam": adam}
 STEPS = range(20)
@@ -91,3 +91,28 @@ def test_the_first_step_computes_what_every_other_step_computes(delay_reduce) ->
         first.append(gradients(loop.model))
     assert_same_on_all_ranks(first)
     return first[0]
+
+
+# Hierarchical exchange: inside hosts, between their leaders, inside hosts; exact for uneven hosts.
+
+
+def _train_by_host(intra_comm_root_rank: int = 0) -> State:
+    options = {"hierarchical_reduce": True, "intra_comm_root_rank": intra_comm_root_rank}
+    return Loop("bagua_init", of_this_rank, **options).train(4)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [3], [1, 1]], ids=str)
+def test_the_mean_is_exact_on_uneven_hosts(thread_ranks, hosts):
+    size = sum(hosts)
+    assert_trained(thread_ranks(size, _train_by_host, hosts=hosts), reference(mlp(), sgd, size, range(4)))
+
+
+def _leads(intra_comm_root_rank: int) -> bool:
+    loop = Loop(hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank)
+    return bool(loop.reducer.group.inter_node_communicator)
+
+
+def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):
+    assert thread_ranks(4, _leads, 0, hosts=[2, 2]) == [True, False, True, False]
+    assert thread_ranks(4, _leads, 1, hosts=[2, 2]) == [False, True, False, True]
+    assert_trained(thread_ranks(4, _train_by_host, 1, hosts=[2, 2]), reference(mlp(), sgd, 4, range(4)))
