@@ -50,13 +50,12 @@ def simulation_of(size: int, make_optimizer=sgd) -> Replicas:
     return Replicas(size, make_optimizer, model, loss)
 
 
-def simulated(matrices: list[Matrix], interval: int = 1, make_optimizer=sgd) -> Replicas:
+def simulated(matrices: list[Matrix], make_optimizer=sgd) -> Replicas:
     """``x_i <- sum_j W_ij x_j - lr u(g_i(x_i))``, with one matrix for each exchange."""
     simulation = simulation_of(len(matrices[0]), make_optimizer)
     for step in range(STEPS):
         simulation.backward(step)
-        if step % interval == 0:
-            simulation.rows = matrices[step // interval % len(matrices)] @ simulation.rows
+        simulation.rows = matrices[step % len(matrices)] @ simulation.rows
         simulation.update()
     return simulation
 
@@ -96,12 +95,6 @@ def thirds(size: int) -> Matrix:
 def test_weights_mix_as_published_while_gradients_stay_local(thread_ranks, size, mode, matrices):
     results = thread_ranks(size, train, DecentralizedAlgorithm(peer_selection_mode=mode))
     simulated(matrices(size)).assert_equals(results)
-
-
-@pytest.mark.parametrize("interval", [2, 3])
-def test_with_an_interval_there_are_steps_without_exchange_and_no_pair_is_left_out(thread_ranks, interval):
-    algorithm = DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=interval)
-    simulated(shifted(4), interval).assert_equals(thread_ranks(4, train, algorithm))
 
 
 def test_the_optimizer_is_the_users(thread_ranks):
@@ -153,7 +146,7 @@ def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
 # In low precision.
 
 
-def simulated_differences(size: int, weights: Matrix, codec, interval: int = 1) -> Replicas:
+def simulated_differences(size: int, weights: Matrix, codec) -> Replicas:
     """Each rank's replica of itself is known to its neighbours; all start from the first update."""
     simulation = simulation_of(size)
     replicas: Matrix | None = None
@@ -161,8 +154,6 @@ def simulated_differences(size: int, weights: Matrix, codec, interval: int = 1) 
     for step in range(STEPS):
         simulation.backward(step)
         simulation.update()
-        if step % interval:
-            continue
         if replicas is None:
             replicas = simulation.rows
             continue
@@ -184,12 +175,6 @@ def test_differences_on_a_ring_as_published(thread_ranks, size, codec):
     algorithm = LowPrecisionDecentralizedAlgorithm(codec=codec)
     results = thread_ranks(size, functools.partial(train, buckets=buckets), algorithm)
     simulated_differences(size, thirds(size), codec).assert_equals(results)
-
-
-def test_without_rounding_differences_are_gossip_plus_the_local_update(thread_ranks):
-    algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), communication_interval=2)
-    results = thread_ranks(4, train, algorithm)
-    simulated_differences(4, thirds(4), Identity(), 2).assert_equals(results)
 
 
 @pytest.mark.parametrize(

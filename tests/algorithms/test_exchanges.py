@@ -52,15 +52,7 @@ from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, S
 from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract
 from tests.harness import State as Snapshot
-from tests.harness import (
-    assert_close,
-    assert_same_on_all_ranks,
-    loss_of,
-    mean_gradients,
-    mlp,
-    reference,
-    snapshot,
-)
+from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, mean_gradients, mlp, reference, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())

@@ -42,15 +42,7 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory
 from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import (
-    State,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch,
-    mlp,
-    seeded,
-    snapshot,
-)
+from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, seeded, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 from tests.versions import needs
 

@@ -9,17 +9,7 @@ import torch
 
 from bagua.algorithms import Mean
 from bagua.engine.state.equality import EqualityCheck
-from tests.harness import (
-    State,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    gradients,
-    loss_of,
-    mlp,
-    reference,
-    sgd,
-)
+from tests.harness import State, adam, assert_close, assert_same_on_all_ranks, gradients, loss_of, mlp, reference, sgd
 from tests.parallel.wrapping import WRAPS, Loop, assert_trained, of_this_rank, on_ranks
 
 OPTIMIZERS = {"sgd": sgd, "adam": adam}

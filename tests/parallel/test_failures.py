@@ -61,34 +61,6 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(wrap, delay_reduce
         loop.train()
 
 
-def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
-    def train() -> None:
-        loop = Loop()
-        loop.train(2)
-        if loop.rank == 1:
-            loop.model[2].weight.register_hook(_raise)
-            with pytest.raises(CodecError):
-                loop.train()
-            raise CodecError("rank 1 ends")
-        with pytest.raises(CommunicationError):
-            loop.train(3)
-
-    with pytest.raises(CodecError, match="rank 1 ends"):
-        thread_ranks(2, train)
-
-
-@on_ranks(2)
-def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew():
-    """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
-    loop = Loop()
-    loop.train(2)
-    handle = loop.model[2].weight.register_hook(_raise)
-    with pytest.raises(CodecError):
-        loop.train()
-    handle.remove()
-    Loop().train(3)
-
-
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.usefixtures("fails_on_rank_0")
 @on_ranks(2, assert_same_on_all_ranks)
