@@ -43,7 +43,7 @@ from bagua.primitives import ReducerMemory
 from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
 from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, seeded, snapshot
-from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
+from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 from tests.versions import needs
 
 STEPS = 13
@@ -640,18 +640,6 @@ def test_an_outer_optimizer_has_to_step_the_selected_parameters_only():
         step.check_parameters(parameters)
 
 
-class Branches(nn.Module):
-    """A model, one half of which is not used in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded():
-            self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def forward(self, rows: torch.Tensor, *, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(rows)
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), Algorithm.init("decentralized")],
@@ -665,7 +653,7 @@ def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks,
         for number in range(8):
             loop.optimizer.zero_grad()
             left = loop.rank == 1 or number % 2 == 0
-            loop.wrapped(torch.full((2, 4), 1.0 + loop.rank), left=left).square().mean().backward()
+            loop.wrapped(torch.full((2, 8), 1.0 + loop.rank), "left" if left else "right").square().mean().backward()
             assert (loop.model.right.weight.grad is None) == left
             loop.optimizer.step()
         assert sum(len(one._post_accumulate_grad_hooks or ()) for one in loop.model.parameters()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 import bagua.comm
 from bagua.optim import optim_fn_accum_adamw, optim_fn_adamw
 from bagua.parallel.decentralized import DecentralizedDataParallel
+from tests.algorithms.replicas import Replicas
 from tests.harness import State, loss_of, mlp, snapshot
 
 #: Makes three buckets of the small model.
@@ -61,7 +61,7 @@ def train(model: nn.Module, steps: Sequence[int], scaler: torch.amp.GradScaler |
     return states
 
 
-class Simulation:
+class Simulation(Replicas):
     """Every rank's model and optimizers, stepped together.
 
     Args:
@@ -84,8 +84,7 @@ class Simulation:
         clip: float = 0.0,
         scaled: bool = False,
     ) -> None:
-        self.models = [copy.deepcopy(mlp(0)) for _ in range(size)]
-        self.named = [dict(model.named_parameters()) for model in self.models]
+        super().__init__(size)
         self.layout = layout
         self.matrices = matrices
         self.optimizers = [
@@ -107,18 +106,10 @@ class Simulation:
             loss = spoil(rank, loss_of(model, rank, step))
             (self.scalers[rank].scale(loss) if self.scaled else loss).backward()
         if self.steps_taken:
-            self._mix(self.matrices(self.steps_taken))
+            self.rows = (self.matrices(self.steps_taken) @ self.rows.double()).float()
         for rank in range(len(self.models)):
             self._update(rank)
         self.steps_taken += 1
-
-    @torch.no_grad()
-    def _mix(self, matrix: torch.Tensor) -> None:
-        for name in self.named[0]:
-            stacked = torch.stack([named[name].double() for named in self.named])
-            mixed = torch.tensordot(matrix, stacked, dims=1)
-            for named, value in zip(self.named, mixed, strict=True):
-                named[name].copy_(value)
 
     def _update(self, rank: int) -> None:
         scaler, optimizers, named = self.scalers[rank], self.optimizers[rank], self.named[rank]
@@ -136,7 +127,3 @@ class Simulation:
             scaler.update()
         for schedule in self.schedules[rank]:
             schedule.step()
-
-    def states(self) -> list[State]:
-        """The weights of each rank."""
-        return [snapshot(model) for model in self.models]

@@ -43,7 +43,7 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import Loop, assert_trained, on_ranks
+from tests.parallel.wrapping import Loop, Recomputed, assert_trained, on_ranks
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
@@ -562,22 +562,11 @@ def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
         assert one == other == 30.0 if isinstance(one, float) else assert_same_on_all_ranks([one, other]) is None
 
 
-class Checkpointed(nn.Module):
-    """Runs a module again in the backward pass, in a pass of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=True)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
 def test_only_passes_that_bring_gradients_are_steps(reentrant):
     """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
-    loop = Averaged(make=lambda: nn.Sequential(Checkpointed(mlp())) if reentrant else mlp())
+    loop = Averaged(make=Recomputed if reentrant else mlp)
     for step in range(5):
         loop.optimizer.zero_grad()
         inputs = batch(loop.rank, step)[0].requires_grad_()

@@ -17,7 +17,7 @@ from bagua.errors import (
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from tests.harness import loss_of, mlp
 from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
-from tests.parallel.wrapping import on_ranks
+from tests.parallel.wrapping import Twice, on_ranks
 from tests.topologies import Made
 
 
@@ -106,23 +106,11 @@ def test_orders_that_differ():
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
-def test_a_parameter_that_is_used_twice_in_one_backward(thread_ranks):
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                inputs = torch.utils.checkpoint.checkpoint(self.layer, inputs, use_reentrant=True)
-            return inputs
-
-    def run() -> None:
-        model = DecentralizedDataParallel(Twice(), momentum)
-        with pytest.raises(ConfigurationError, match=r"layer\.(weight|bias) was accumulated twice"):
-            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_a_parameter_that_is_used_twice_in_one_backward():
+    model = DecentralizedDataParallel(Twice(), momentum)
+    with pytest.raises(ConfigurationError, match=r"shared\.(weight|bias) was accumulated twice"):
+        model(torch.ones(2, 8)).sum().backward()
 
 
 class OptimizerError(Exception):

@@ -15,8 +15,8 @@ from bagua.engine.buckets.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import OverlappingWrapper
 from tests.harness import State, assert_same_on_all_ranks, mlp, seeded, sgd, snapshot
-from tests.parallel.test_gradients import Branches, branch_loss
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.test_gradients import branch_loss
+from tests.parallel.wrapping import Branches, Loop, on_ranks
 
 
 @on_ranks(2)

@@ -29,10 +29,10 @@ from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
 from tests.algorithms.toys import WarmsUp
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, snapshot
+from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS, Loop, Wrap, on_ranks
+from tests.parallel.wrapping import WRAPS, Loop, Recomputed, Wrap, on_ranks
 
 #: One bucket: nothing is exchanged before the last gradient is there.
 ONE_BUCKET_BYTES = 10**9
@@ -143,18 +143,6 @@ def test_the_second_backward_pass_of_one_graph():
     loss = loop.loss()
     loss.backward(retain_graph=True)
     check_all_are_told(loop.rank, lambda steps: steps and loop.train(steps), loss.backward, lambda: loop.model[0], 0)
-
-
-class Recomputed(nn.Module):
-    """Its hidden layers are computed anew in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner[0](inputs)
-        return torch.utils.checkpoint.checkpoint(self.inner[1:], hidden, use_reentrant=True)
 
 
 @on_ranks(2)

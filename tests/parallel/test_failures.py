@@ -13,7 +13,7 @@ from bagua import testing
 from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
 from tests.harness import State, assert_same_on_all_ranks
-from tests.parallel.wrapping import WRAPS, Loop, on_ranks
+from tests.parallel.wrapping import WRAPS, Loop, Twice, on_ranks
 
 
 class CodecError(Exception):
@@ -85,26 +85,10 @@ def test_an_error_in_forward_or_loss_leaves_the_engine_usable():
         loop.train()
 
 
-def test_a_parameter_that_arrives_twice_in_one_backward_is_named(thread_ranks):
-    """Two reentrant checkpoints of one layer: its gradient is not complete when it arrives first."""
-
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.shared = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(inputs)
-            for _ in range(2):
-                hidden = torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True)
-            return hidden[:, :4]
-
-    def train() -> None:
-        loop = Loop(make=Twice)
-        with pytest.raises(BaguaError, match=r"shared\.(weight|bias)"):
-            loop.train(2)
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_a_parameter_that_arrives_twice_in_one_backward_is_named():
+    with pytest.raises(BaguaError, match=r"shared\.(weight|bias)"):
+        Loop(make=Twice).train(2)
 
 
 def _raise_in_a_hook(model: torch.nn.Module) -> None:

@@ -18,24 +18,11 @@ from tests.harness import (
     mean_gradients,
     mlp,
     reference,
-    seeded,
     sgd,
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, Loop, assert_trained, by_bagua_init, by_with_bagua, on_ranks
-
-
-class Branches(nn.Module):
-    """Uses ``left`` or ``right``, as its caller says; ``never`` is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded():
-            self.left, self.right, self.never = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor, side: str) -> torch.Tensor:
-        return self.left(inputs) if side == "left" else self.right(inputs)
+from tests.parallel.wrapping import WRAPS, Branches, Loop, assert_trained, by_bagua_init, by_with_bagua, on_ranks
 
 
 def branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:

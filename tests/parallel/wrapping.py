@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from tests.harness import (
     assert_same_on_all_ranks,
     loss_of,
     mlp,
+    seeded,
     sgd,
     snapshot,
 )
@@ -60,6 +62,43 @@ WRAPS: dict[str, Wrap] = {
 def of_this_rank() -> nn.Module:
     """Ranks start from different weights; rank 0's must win."""
     return mlp(bagua.get_rank())
+
+
+class Branches(nn.Module):
+    """Uses ``left`` or ``right``, as its caller says; ``never`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.left, self.right, self.never = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor, side: str) -> torch.Tensor:
+        return self.left(inputs) if side == "left" else self.right(inputs)
+
+
+class Recomputed(nn.Module):
+    """Its hidden layers are computed anew in the backward pass, in a pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner[1:], self.inner[0](inputs), use_reentrant=True)
+
+
+class Twice(nn.Module):
+    """Two reentrant checkpoints of one layer, whose gradient is not complete when it arrives first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True)
+        return hidden[:, :4]
 
 
 class Loop:
