@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.compression import Metadata, MinMaxUInt8
-from tests.harness import Losses, OptimizerMaker, State, assert_close, batch, mlp, snapshot
+from tests.harness import Losses, OptimizerMaker, State, assert_close, assert_same_on_all_ranks, batch, mlp, snapshot
 from tests.parallel.wrapping import Loop
 
 Flats = list[torch.Tensor]
@@ -41,6 +41,15 @@ def train(algorithm: Algorithm, make: OptimizerMaker, steps: int = STEPS) -> tup
     make_model = functools.partial(model_of, bagua.comm.get_rank())
     loop = Loop("with_bagua", make_model, make, loss_of, algorithm=algorithm, bucket_bytes=1500)
     return loop.train(steps), layout_of(loop.wrapped.bagua_buckets)
+
+
+def train_alike(
+    ranks: Callable[..., list[tuple[State, Layout]]], algorithm: Algorithm, make: OptimizerMaker
+) -> tuple[State, Layout]:
+    """What all ranks end with, and their buckets."""
+    results = ranks(SIZE, train, algorithm, make)
+    assert_same_on_all_ranks([state for state, _ in results])
+    return results[0]
 
 
 def layout_of(buckets) -> Layout:
@@ -180,6 +189,13 @@ def largest_of_blocks(flat: torch.Tensor, block: int, kept: int, bits: int | Non
 
 def one_bit(x: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in x.split(block)])
+
+
+def assert_only(state: State, right: State, mutants: Mapping[str, State]) -> None:
+    """It is what is right, and none of what must not pass for it."""
+    assert_close(state, right)
+    for name, mutant in mutants.items():
+        assert differs(state, mutant), name
 
 
 def differs(state: State, other: State) -> bool:

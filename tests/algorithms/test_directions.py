@@ -20,16 +20,16 @@ from tests.algorithms.stacked import (
     Combine,
     Flats,
     Layout,
-    differs,
+    assert_only,
     loss_of,
     mean,
     model_of,
     simulate,
-    train,
+    train_alike,
 )
 from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
 from tests.contract.algorithms import train as train_small
-from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.harness import State, assert_close, mlp, sgd, snapshot
 from tests.parallel.wrapping import on_ranks
 
 
@@ -82,10 +82,7 @@ def in_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
     algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20, warmup_steps=0)
-    results = thread_ranks(SIZE, train, algorithm, sgd)
-    assert_same_on_all_ranks([state for state, _ in results])
-    state, layout = results[0]
-    assert_close(state, simulate(layout, LoCo(layout, 0.4, 20), sgd))
+    state, layout = train_alike(thread_ranks, algorithm, sgd)
     mutants: dict[str, Combine] = {
         "no average": LoCo(layout, 1.0, 20),
         "never reset": LoCo(layout, 0.4, 1000),
@@ -96,8 +93,8 @@ def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
         "exact": mean,
         "nothing": nothing,
     }
-    for name, mutant in mutants.items():
-        assert differs(state, simulate(layout, mutant, sgd)), name
+    wrong = {name: simulate(layout, mutant, sgd) for name, mutant in mutants.items()}
+    assert_only(state, simulate(layout, LoCo(layout, 0.4, 20), sgd), wrong)
 
 
 # Dion.
@@ -153,13 +150,10 @@ def simulate_dion(layout: Layout, size: int = SIZE, *, keeps: float = MU, exact:
 
 
 def test_dion_steps_along_common_directions(thread_ranks):
-    results = thread_ranks(SIZE, train, DionAlgorithm(matrix_rank=RANK, momentum=MU), dion)
-    assert_same_on_all_ranks([state for state, _ in results])
-    state, layout = results[0]
+    state, layout = train_alike(thread_ranks, DionAlgorithm(matrix_rank=RANK, momentum=MU), dion)
     assert len(layout) > 1
-    assert_close(state, simulate_dion(layout))
-    for mutant in ({"keeps": 1.0}, {"keeps": 0.0}, {"exact": True}, {"size": 1}):
-        assert differs(state, simulate_dion(layout, **mutant)), mutant
+    mutants = ({"keeps": 1.0}, {"keeps": 0.0}, {"exact": True}, {"size": 1})
+    assert_only(state, simulate_dion(layout), {str(one): simulate_dion(layout, **one) for one in mutants})
 
 
 def test_alone_dion_is_its_optimizer(thread_ranks):

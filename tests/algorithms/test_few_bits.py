@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.algorithms.stacked import (
     Flats,
     Layout,
     PowerSgd,
+    assert_only,
     differs,
     exact,
     flatten,
@@ -49,6 +51,7 @@ from tests.algorithms.stacked import (
     snapshot,
     top_k,
     train,
+    train_alike,
     whole_layout,
     write,
 )
@@ -88,12 +91,9 @@ class DeepGradientCompression:
 
 def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
     algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, clip_norm=0.05, warmup_steps=0, density_steps=0)
-    results = thread_ranks(SIZE, train, algorithm, plain_sgd)
-    assert_same_on_all_ranks([state for state, _ in results])
-    state, layout = results[0]
+    state, layout = train_alike(thread_ranks, algorithm, plain_sgd)
     assert len(layout) > 1
     right = DeepGradientCompression(0.1, momentum=0.8, clip=0.05)
-    assert_close(state, simulate(layout, right, plain_sgd))
     mutants: dict[str, Combine] = {
         "no feedback": DeepGradientCompression(0.1, momentum=0.8, clip=0.05, feedback=False),
         "no momentum": DeepGradientCompression(0.1, momentum=0.0, clip=0.05),
@@ -101,8 +101,8 @@ def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
         "exact": mean,
         "nothing": lambda _, flats: flats[0],
     }
-    for name, mutant in mutants.items():
-        assert differs(state, simulate(layout, mutant, plain_sgd)), name
+    run = functools.partial(simulate, layout, make=plain_sgd)
+    assert_only(state, run(right), {name: run(mutant) for name, mutant in mutants.items()})
 
 
 def test_momenta_in_place_of_gradients_go_on_without_other_ranks(thread_ranks):
@@ -213,12 +213,13 @@ def test_one_bit_adam_sends_signs_of_momenta_after_its_warm_up(thread_ranks):
     def adam(parameters):
         return QAdamOptimizer(parameters, lr=0.003, warmup_steps=warmup)
 
-    results = thread_ranks(SIZE, train, OneBitAdamAlgorithm(block_numel=16), adam)
-    assert_same_on_all_ranks([state for state, _ in results])
-    state, layout = results[0]
-    assert_close(state, simulate(layout, OneBitMomenta(layout, warmup), adam))
-    for mutant in (OneBitMomenta(layout, warmup, feedback=False), OneBitMomenta(layout, warmup, exact=True)):
-        assert differs(state, simulate(layout, mutant, adam))
+    state, layout = train_alike(thread_ranks, OneBitAdamAlgorithm(block_numel=16), adam)
+
+    def simulated(**options: bool) -> State:
+        return simulate(layout, OneBitMomenta(layout, warmup, **options), adam)
+
+    mutants = {"no feedback": simulated(feedback=False), "exact": simulated(exact=True)}
+    assert_only(state, simulated(), mutants)
 
 
 # Outer steps in few bits.
@@ -247,11 +248,9 @@ class SparseOuter:
 def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
     options = {"outer_lr": 0.5, "error_feedback": 0.9, "block_numel": 64, "kept": 8, "start_after": 0}
     algorithm = SparseLoCoAlgorithm(5, average=average, **options)
-    results = thread_ranks(SIZE, train, algorithm, sgd)
-    states = [state for state, _ in results]
-    assert_same_on_all_ranks(states)
+    state, _ = train_alike(thread_ranks, algorithm, sgd)
     contributors = average == "contributors"
-    assert_close(states[0], simulate_local(SparseOuter(contributors=contributors), 5, sgd)[0])
+    right = SparseOuter(contributors=contributors)
     mutants = {
         "no feedback": SparseOuter(contributors=contributors, feedback=False),
         "no decay": SparseOuter(contributors=contributors, decay=1.0),
@@ -259,8 +258,8 @@ def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
         "exact": lambda differences: 0.5 * torch.stack(differences).mean(dim=0),
         "nothing": None,
     }
-    for name, mutant in mutants.items():
-        assert differs(states[0], simulate_local(mutant, 5, sgd)[0]), name
+    wrong = {name: simulate_local(mutant, 5, sgd)[0] for name, mutant in mutants.items()}
+    assert_only(state, simulate_local(right, 5, sgd)[0], wrong)
 
 
 IN_WEIGHTS = SparseLoCoAlgorithm(

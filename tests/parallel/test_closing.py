@@ -321,26 +321,21 @@ def test_a_finalizer_takes_no_lock():
 
 
 @pytest.mark.parametrize("wrap", [*WRAPS, "overlapping"])
-def test_a_closed_model_trains_on_alone(thread_ranks, wrap):
+@on_ranks(2)
+def test_a_closed_model_trains_on_alone(wrap):
     """Like a plain one, on each rank with its own data."""
-
-    def train() -> tuple[State, State]:
-        loop, plain = Loop(OverlappingWrapper if wrap == "overlapping" else wrap), Loop(lambda model, _: model)
-        loop.train(3)
-        for _ in range(2):
-            loop.wrapped.bagua_close()
-        plain.model.load_state_dict(loop.model.state_dict())
-        plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
-        loop.wrapped.state_dict()
-        with loop.wrapped.no_sync():
-            loop.backward()
-        loop.step = plain.step = 3
-        ends = loop.train(3), plain.train(3)
-        assert not bagua.comm.get_default_group()._descendants
-        return ends
-
-    for closed, plain in thread_ranks(2, train):
-        assert_same_on_all_ranks([plain, closed])
+    loop, plain = Loop(OverlappingWrapper if wrap == "overlapping" else wrap), Loop(lambda model, _: model)
+    loop.train(3)
+    for _ in range(2):
+        loop.wrapped.bagua_close()
+    plain.model.load_state_dict(loop.model.state_dict())
+    plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+    loop.wrapped.state_dict()
+    with loop.wrapped.no_sync():
+        loop.backward()
+    loop.step = plain.step = 3
+    assert_same_on_all_ranks([plain.train(3), loop.train(3)])
+    assert not bagua.comm.get_default_group()._descendants
 
 
 @pytest.mark.parametrize("name", sorted(set(registry)))
