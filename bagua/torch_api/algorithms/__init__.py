@@ -53,18 +53,6 @@ MODULES = {
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, q_adam
 
-diloco = MODULES["diloco"]
-dion = MODULES["dion"]
-local_sgd = MODULES["local_sgd"]
-loco = MODULES["loco"]
-one_bit_adam = MODULES["one_bit_adam"]
-one_bit_lamb = MODULES["one_bit_lamb"]
-power_sgd = MODULES["power_sgd"]
-scatter_gather = MODULES["scatter_gather"]
-sign_sgd = MODULES["sign_sgd"]
-slowmo = MODULES["slowmo"]
-sparse_loco = MODULES["sparse_loco"]
-top_k = MODULES["top_k"]
 
 __all__ = [
     "Algorithm",
@@ -74,21 +62,11 @@ __all__ = [
     "base",
     "bytegrad",
     "decentralized",
-    "diloco",
-    "dion",
     "gradient_allreduce",
-    "local_sgd",
-    "loco",
-    "one_bit_adam",
-    "one_bit_lamb",
-    "power_sgd",
     "q_adam",
-    "scatter_gather",
-    "sign_sgd",
-    "slowmo",
-    "sparse_loco",
-    "top_k",
 ]
+__all__ += list(MODULES)
+globals().update(MODULES)
 
 
 def __getattr__(name: str) -> ModuleType:
