@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +21,6 @@ def sending(nbytes: float, lane: str = "", before: float = 0.0, after: float = 0
     return Run((before, Message("sendrecv", nbytes, 2, 2), after), lane)
 
 
-def seconds(rehearsal: Rehearsal, machine: MachineFacts = MACHINE, periods: int = 3, copies: int = 1) -> float:
-    count = periods * len(rehearsal.steps)
-    return step_seconds(rehearsal, ARRIVALS, STEP_S, CLUSTER, machine, [1.0] * count, copies)
-
-
 def moments(text: str) -> tuple[Moment, ...]:
     """``a0 s1 w1 t``: gradient 0 is there, run 1 starts, is waited for, the optimizer steps."""
     kinds = {"a": "arrival", "s": "start", "w": "wait", "t": "stepped"}
@@ -33,132 +30,130 @@ def moments(text: str) -> tuple[Moment, ...]:
     )
 
 
+ALONE, EARLY, LATE, BOTH = "a0 a1 t", "a0 s0 a1 w0 t", "a0 a1 s0 w0 t", "a0 a1 s0 s1 w0 w1 t"
+SELDOM = (ALONE, ALONE, ALONE, "a0 a1 t s0 w0")
+
+
+def seconds(
+    steps: str | tuple[str, ...],
+    *runs: Run,
+    machine: MachineFacts = MACHINE,
+    cluster: Cluster = CLUSTER,
+    periods: int = 3,
+    copies: int = 1,
+) -> float:
+    """How long a step takes of those that are made again and again, with the runs that they start."""
+    texts = (steps,) if isinstance(steps, str) else steps
+    rehearsal = Rehearsal("test", tuple(map(moments, texts)), runs)
+    return step_seconds(rehearsal, ARRIVALS, STEP_S, cluster, machine, [1.0] * (periods * len(texts)), copies)
+
+
 def test_without_exchanges_a_step_takes_what_it_computes() -> None:
-    assert seconds(Rehearsal("none", (moments("a0 a1 t"),), ())) == pytest.approx(STEP_S)
+    assert seconds(ALONE) == pytest.approx(STEP_S)
 
 
 def test_an_exchange_after_the_last_gradient_is_all_exposed() -> None:
-    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
-    assert seconds(found) == pytest.approx(STEP_S + 0.3)
+    assert seconds(LATE, sending(300_000)) == pytest.approx(STEP_S + 0.3)
 
 
 def test_an_exchange_hides_behind_the_rest_of_the_backward_pass() -> None:
-    found = Rehearsal("early", (moments("a0 s0 a1 w0 t"),), (sending(300_000),))
-    assert seconds(found) == pytest.approx(STEP_S)
-    found = Rehearsal("long", (moments("a0 s0 a1 w0 t"),), (sending(700_000),))
-    assert seconds(found) == pytest.approx(STEP_S + 0.2)
+    assert seconds(EARLY, sending(300_000)) == pytest.approx(STEP_S)
+    assert seconds(EARLY, sending(700_000)) == pytest.approx(STEP_S + 0.2)
 
 
 def test_two_exchanges_share_the_link() -> None:
-    both = (moments("a0 s0 a1 s1 w0 w1 t"),)
     # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
-    assert seconds(Rehearsal("two", both, (sending(700_000), sending(300_000)))) == pytest.approx(STEP_S + 0.5)
+    found = seconds("a0 s0 a1 s1 w0 w1 t", sending(700_000), sending(300_000))
+    assert found == pytest.approx(STEP_S + 0.5)
 
 
 def test_a_call_that_waits_for_its_next_message_leaves_the_link_to_others() -> None:
     # A way takes 0.6 s. An allreduce between two waits for two of them, sends a half, waits for two, sends the rest.
     far = Cluster(2, 1, parse_link(f"{8 * 1514 / 1448}mbit,600ms"))
     small, large = (Run((Message("allreduce", nbytes, 2, 2), 0.0)) for nbytes in (200_000, 800_000))
-    one = Rehearsal("one", (moments("a0 a1 s0 w0 t"),), (large,))
-    both = Rehearsal("two", (moments("a0 a1 s0 s1 w0 w1 t"),), (small, large))
-    found = [step_seconds(each, ARRIVALS, STEP_S, far, MACHINE, [1.0] * 3) - STEP_S for each in (one, both)]
+    assert seconds(LATE, large, cluster=far) == pytest.approx(STEP_S + 2 * 1.2 + 0.8)
     # From 1.2 s on both share the link, until the small one has sent its half, 0.1 s, at 1.4. The large one has 0.3 s
     # left then, waits from 1.7 to 2.9, and sends 0.4 s. The small one has ended in that wait, from 2.6 to 2.7.
-    assert found == pytest.approx([2 * 1.2 + 0.8, 3.3])
+    assert seconds(BOTH, small, large, cluster=far) == pytest.approx(STEP_S + 3.3)
 
 
 def test_a_call_that_waits_leaves_the_core_to_what_is_computed() -> None:
     # A message takes 0.2 s, for half of which it keeps the only core busy: then what is computed takes twice as long.
-    steps = (moments("a0 s0 a1 w0 t"),)
-    found = Rehearsal("beside", steps, (Run((Message("sendrecv", 0.0, 2, 2), 0.0), "lane"),))
+    run = Run((Message("sendrecv", 0.0, 2, 2), 0.0), "lane")
     for busy, added_s in ((1.0, 0.2), (0.5, 0.1), (0.0, 0.0)):
         calls = (CallFacts("sendrecv", 0.2, ((1.0, 0.0),), busy=busy),)
-        assert seconds(found, MachineFacts(cores=1, calls=calls, ranks=1)) == pytest.approx(STEP_S + added_s)
+        found = seconds(EARLY, run, machine=MachineFacts(cores=1, calls=calls, ranks=1))
+        assert found == pytest.approx(STEP_S + added_s)
 
 
 def test_bytes_load_a_core_as_much_as_was_measured() -> None:
     # 300 KB take 0.3 s of the link, and a core for a part of that: what is computed beside them takes longer.
-    steps = (moments("a0 s0 a1 w0 t"),)
-    found = Rehearsal("beside", steps, (sending(300_000),))
     for busy, added_s in ((0.5, 0.15), (0.1, 0.03)):
         calls = (CallFacts("sendrecv", 0.0, ((1e6, 1.0),), busy_bytes=busy),)
-        assert seconds(found, MachineFacts(cores=1, calls=calls, ranks=1)) == pytest.approx(STEP_S + added_s)
+        found = seconds(EARLY, sending(300_000), machine=MachineFacts(cores=1, calls=calls, ranks=1))
+        assert found == pytest.approx(STEP_S + added_s)
 
 
 def test_what_a_background_thread_runs_goes_one_after_the_other() -> None:
-    steps = (moments("a0 a1 s0 s1 w0 w1 t"),)
     runs = (sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1))
-    assert seconds(Rehearsal("queue", steps, runs)) == pytest.approx(STEP_S + 0.4)
+    assert seconds(BOTH, *runs) == pytest.approx(STEP_S + 0.4)
 
 
 def test_work_before_the_first_call_holds_up_the_thread_that_computes() -> None:
-    steps = (moments("a0 s0 a1 w0 t"),)
-    assert seconds(Rehearsal("packs", steps, (sending(100_000, before=0.2),))) == pytest.approx(STEP_S + 0.2)
+    assert seconds(EARLY, sending(100_000, before=0.2)) == pytest.approx(STEP_S + 0.2)
 
 
 def test_an_exchange_in_every_fourth_step_counts_a_quarter() -> None:
-    steps = (*[moments("a0 a1 t")] * 3, moments("a0 a1 t s0 w0"))
-    assert seconds(Rehearsal("seldom", steps, (sending(400_000),))) == pytest.approx(STEP_S + 0.1)
+    assert seconds(SELDOM, sending(400_000)) == pytest.approx(STEP_S + 0.1)
 
 
 def test_what_is_waited_for_a_period_later_hides_behind_a_whole_step() -> None:
-    steps = (moments("a0 a1 t w0' s0"),)
-    assert seconds(Rehearsal("eager", steps, (sending(1_000_000),)), periods=6) == pytest.approx(STEP_S)
-    assert seconds(Rehearsal("stalls", steps, (sending(2_400_000),)), periods=20) == pytest.approx(2.4, rel=0.1)
+    assert seconds("a0 a1 t w0' s0", sending(1_000_000), periods=6) == pytest.approx(STEP_S)
+    assert seconds("a0 a1 t w0' s0", sending(2_400_000), periods=20) == pytest.approx(2.4, rel=0.1)
 
 
 def test_threads_share_the_cores_that_a_rank_has() -> None:
-    steps = (moments("a0 s0 a1 w0 t"),)
-    run = Run((Message("sendrecv", 1.0, 2, 2), 0.4), "lane")
-    plenty, one = MACHINE, MachineFacts(message_s=0.0, byte_s=0.0, cores=1)
-    found = Rehearsal("codec", steps, (run,))
-    assert seconds(found, plenty) == pytest.approx(STEP_S, abs=1e-4)
+    codec = Run((Message("sendrecv", 1.0, 2, 2), 0.4), "lane")
+    assert seconds(EARLY, codec) == pytest.approx(STEP_S, abs=1e-4)
     # Both go at half speed until the codec is through with its 0.4 s.
-    assert seconds(found, one) == pytest.approx(STEP_S + 0.4, abs=1e-4)
+    assert seconds(EARLY, codec, machine=replace(MACHINE, cores=1)) == pytest.approx(STEP_S + 0.4, abs=1e-4)
 
 
 def test_a_link_without_limit_takes_no_time() -> None:
-    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
     there = Cluster(2, 1, parse_link("unlimited"))
-    assert step_seconds(found, ARRIVALS, STEP_S, there, MACHINE, [1.0, 1.0]) == pytest.approx(STEP_S)
+    assert seconds(LATE, sending(300_000), cluster=there) == pytest.approx(STEP_S)
 
 
 def test_a_bucket_of_tokens_lets_the_first_bytes_pass_at_once() -> None:
-    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
     # It is full again after each step: a byte each microsecond, for longer than a second.
-    there = Cluster(2, 1, CLUSTER.link, burst_bytes=100_000)
-    assert step_seconds(found, ARRIVALS, STEP_S, there, MACHINE, [1.0] * 4) == pytest.approx(STEP_S + 0.2)
+    there = replace(CLUSTER, burst_bytes=100_000)
+    assert seconds(LATE, sending(300_000), cluster=there, periods=4) == pytest.approx(STEP_S + 0.2)
     # What it gains in the 0.1 s between them is all that the second call has of it.
-    run = Run((Message("sendrecv", 150_000, 2, 2), 0.1, Message("sendrecv", 150_000, 2, 2)))
-    twice = Rehearsal("twice", (moments("a0 a1 s0 w0 t"),), (run,))
-    there = Cluster(2, 1, CLUSTER.link, burst_bytes=150_000)
-    assert step_seconds(twice, ARRIVALS, STEP_S, there, MACHINE, [1.0] * 4) == pytest.approx(STEP_S + 0.1 + 0.05)
+    twice = Run((Message("sendrecv", 150_000, 2, 2), 0.1, Message("sendrecv", 150_000, 2, 2)))
+    there = replace(CLUSTER, burst_bytes=150_000)
+    assert seconds(LATE, twice, cluster=there, periods=4) == pytest.approx(STEP_S + 0.1 + 0.05)
 
 
 def test_messages_keep_a_core_busy() -> None:
-    machine = MachineFacts(message_s=0.05, byte_s=0.0, cores=1)
-    found = Rehearsal("early", (moments("a0 s0 a1 w0 t"),), (sending(100_000),))
     # The model computes on, at half its speed while the message is made.
-    assert seconds(found, machine) == pytest.approx(STEP_S + 0.05)
-    assert seconds(found, MachineFacts(message_s=0.05, byte_s=0.0, cores=2)) == pytest.approx(STEP_S)
+    for cores, added_s in ((1, 0.05), (2, 0.0)):
+        found = seconds(EARLY, sending(100_000), machine=MachineFacts(message_s=0.05, byte_s=0.0, cores=cores))
+        assert found == pytest.approx(STEP_S + added_s)
 
 
 def test_who_was_measured_beside_others_computes_as_it_was_measured() -> None:
-    found = Rehearsal("none", (moments("a0 a1 t"),), ())
-    shared = Cluster(4, 1, CLUSTER.link, shared=True)
-    two_cores = MachineFacts(message_s=0.0, byte_s=0.0, cores=2)
-    assert step_seconds(found, ARRIVALS, STEP_S, shared, two_cores, [1.0, 1.0], 4) == pytest.approx(STEP_S)
-    assert step_seconds(found, ARRIVALS, STEP_S, shared, two_cores, [1.0, 1.0], 1) == pytest.approx(2 * STEP_S)
+    shared, two_cores = Cluster(4, 1, CLUSTER.link, shared=True), replace(MACHINE, cores=2)
+    for copies, times in ((4, 1), (1, 2)):
+        found = seconds(ALONE, machine=two_cores, cluster=shared, periods=2, copies=copies)
+        assert found == pytest.approx(times * STEP_S)
 
 
 def test_what_follows_a_call_is_computed_with_cold_caches() -> None:
-    slower = MachineFacts(message_s=0.0, byte_s=0.0, cores=8, after_calls=1.5)
-    every = Rehearsal("every", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
-    assert seconds(every, slower) == pytest.approx(1.5 * STEP_S + 0.3)
+    slower = replace(MACHINE, after_calls=1.5)
+    assert seconds(LATE, sending(300_000), machine=slower) == pytest.approx(1.5 * STEP_S + 0.3)
     # Of four steps, one follows the call.
-    seldom = Rehearsal("seldom", (*[moments("a0 a1 t")] * 3, moments("a0 a1 t s0 w0")), (sending(400_000),))
-    assert seconds(seldom, slower) == pytest.approx((3 + 1.5) / 4 * STEP_S + 0.1)
-    assert seconds(Rehearsal("none", (moments("a0 a1 t"),), ()), slower) == pytest.approx(STEP_S)
+    assert seconds(SELDOM, sending(400_000), machine=slower) == pytest.approx((3 + 1.5) / 4 * STEP_S + 0.1)
+    assert seconds(ALONE, machine=slower) == pytest.approx(STEP_S)
 
 
 @given(st.floats(0.1, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=6))
