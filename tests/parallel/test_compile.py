@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import bagua.comm
 from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
-    loss_of,
     mlp,
     reference,
     sgd,
-    snapshot,
-    train_steps,
 )
-from tests.parallel.wrapping import WRAPS
+from tests.parallel.wrapping import WRAPS, Loop
 
 
 class OwnForward(nn.Module):
@@ -50,44 +46,38 @@ class Counting:
 def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
     """The trained model, and how often it was compiled after the third step."""
     backend = Counting()
-    model = OwnForward()
-    optimizer = sgd(model.parameters())
-    if in_place:
-        model.compile(backend=backend)
-    compiled = model if in_place else torch.compile(model, backend=backend)
-    wrapped = WRAPS[wrap](compiled, optimizer)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3))
+
+    def compiled(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        if in_place:
+            model.compile(backend=backend)
+        return WRAPS[wrap](model if in_place else torch.compile(model, backend=backend), optimizer)
+
+    loop = Loop(compiled, OwnForward)
+    loop.train(3)
     before = backend.graphs
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3, 9))
     assert before > 0, "this test can fail"
-    return snapshot(model), backend.graphs - before
+    return loop.train(6), backend.graphs - before
 
 
 def _export() -> None:
     """A wrapped model is exported, strictly or not, and trains on as before."""
-    model = OwnForward()
-    optimizer = sgd(model.parameters())
-    wrapped = WRAPS["with_bagua"](model, optimizer)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1))
+    loop = Loop("with_bagua", OwnForward)
+    loop.train()
     inputs = (torch.ones(1, 8),)
     for strict in (True, False):
-        assert_close(
-            {"output": torch.export.export(wrapped, inputs, strict=strict).module()(*inputs)},
-            {"output": model(*inputs)},
-        )
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(1, 2))
-    assert wrapped.bagua_step == 2
+        exported = torch.export.export(loop.wrapped, inputs, strict=strict).module()
+        assert_close({"output": exported(*inputs)}, {"output": loop.model(*inputs)})
+    loop.train()
+    assert loop.wrapped.bagua_step == 2
 
 
 def _graphs_of_the_optimizer(wrap: bool) -> int:
     backend = Counting()
-    model = OwnForward()
-    optimizer = sgd(model.parameters())
-    wrapped = WRAPS["with_bagua"](model, optimizer) if wrap else model
-    step = torch.compile(optimizer.step, backend=backend)
-    for number in range(4):
-        optimizer.zero_grad()
-        loss_of(wrapped, bagua.comm.get_rank(), number).backward()
+    loop = Loop("with_bagua" if wrap else lambda model, _: model, OwnForward)
+    step = torch.compile(loop.optimizer.step, backend=backend)
+    for _ in range(4):
+        loop.optimizer.zero_grad()
+        loop.backward()
         with warnings.catch_warnings():  # Of torch, about its own ways to compile.
             warnings.simplefilter("ignore", DeprecationWarning)
             step()

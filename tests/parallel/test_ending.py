@@ -8,7 +8,6 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -29,9 +28,8 @@ from bagua.algorithms import (
     around,
     registry,
 )
-from bagua.parallel import BaguaModule, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from tests.harness import loss_of, mlp, sgd, train_steps
+from tests.harness import loss_of, mlp
 from tests.launching import PATIENCE_S, REPOSITORY, launched
 from tests.parallel.wrapping import Loop
 
@@ -40,92 +38,44 @@ OF_DILOCO = f"{NOTHING}diloco exchanges every 100 steps (sync_every). Set sync_e
 DIFFER = "trained 4 steps, and ranks end with different weights: "
 
 
-def trained(algorithm: Algorithm, steps: int = 4) -> BaguaModule:
-    loop = Loop("with_bagua", algorithm=algorithm)
-    loop.train(steps)
-    assert isinstance(loop.wrapped, BaguaModule)
-    return loop.wrapped
+def tell(algorithm: Algorithm, tale: str) -> None:
+    """What a rank does with a model, in words: numbers of steps, and actions."""
+    loop, kept = Loop("with_bagua", algorithm=algorithm), []
+
+    def evaluate() -> None:
+        with loop.wrapped.bagua_global_average():
+            loop.wrapped.state_dict()
+
+    def switch() -> None:
+        loop.switch_to(Algorithm.init("gradient_allreduce"))
+
+    def keep() -> None:
+        bagua.comm.get_default_group()._model = loop.wrapped
+
+    def fail() -> None:
+        with contextlib.suppress(KeyboardInterrupt), loop.wrapped.bagua_closing():
+            raise KeyboardInterrupt
+
+    for word in tale.split():
+        if word == "resume":
+            kept.append(loop)
+            loop = Loop("with_bagua", algorithm=algorithm)
+            loop.wrapped.bagua_load_state_dict(kept[0].wrapped.bagua_state_dict())
+        elif word.isdigit():
+            loop.train(int(word))
+        else:
+            {
+                "save": loop.wrapped.bagua_state_dict,
+                "finish": loop.wrapped.bagua_finish,
+                "close": loop.wrapped.bagua_close,
+                "switch": switch,
+                "keep": keep,
+                "evaluate": evaluate,
+                "fail": fail,
+            }[word]()
 
 
-def closed(algorithm: Algorithm) -> None:
-    trained(algorithm).bagua_close()
-
-
-def saved_and_closed(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    model.bagua_state_dict()
-    model.bagua_close()
-
-
-def dropped(algorithm: Algorithm) -> None:
-    """The rank that is looked at waits: another thread closes the model."""
-    trained(algorithm)
-    gc.collect()
-
-
-def ended(algorithm: Algorithm) -> None:
-    """The model is there when its group is closed, after this."""
-    bagua.comm.get_default_group()._model = trained(algorithm)
-
-
-def finished(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    model.bagua_finish()
-    model.bagua_close()
-
-
-def evaluated(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    with model.bagua_global_average():
-        model.state_dict()
-    model.bagua_close()
-
-
-def finished_before_the_last_step(algorithm: Algorithm) -> None:
-    model = trained(algorithm, 3)
-    model.bagua_finish()
-    train_steps(model, model.bagua_optimizers[0], bagua.comm.get_rank(), [3])
-    model.bagua_close()
-
-
-def switched(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    with_bagua(model, model.bagua_optimizers, "gradient_allreduce").bagua_close()
-
-
-def untrained(algorithm: Algorithm) -> None:
-    trained(algorithm, 0).bagua_close()
-
-
-def failed(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    with contextlib.suppress(KeyboardInterrupt), model.bagua_closing():
-        raise KeyboardInterrupt
-
-
-def saved_only(algorithm: Algorithm) -> None:
-    model = trained(algorithm)
-    model.bagua_state_dict()
-    model.bagua_finish()
-
-
-def resumed(algorithm: Algorithm, steps: Sequence[int] = (3,)) -> None:
-    state = trained(algorithm, 3)
-    state.bagua_finish()
-    saved = state.bagua_state_dict()
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    wrapped.bagua_load_state_dict(saved)
-    train_steps(wrapped, optimizer, bagua.comm.get_rank(), steps)
-    wrapped.bagua_close()
-
-
-def resumed_only(algorithm: Algorithm) -> None:
-    resumed(algorithm, ())
-
-
-def mixed(_: Algorithm) -> None:
+def mix(*_: object) -> None:
     """Its engine is that of a wrapper with optimizers of its own."""
     wrapped = DecentralizedDataParallel(mlp(), lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
     for step in range(4):
@@ -134,35 +84,37 @@ def mixed(_: Algorithm) -> None:
 
 
 SILENT = DiLoCoAlgorithm(100)
-TALES: list[tuple[Callable[[Algorithm], None], Algorithm, str]] = [
-    (closed, SILENT, OF_DILOCO),
-    (saved_and_closed, SILENT, OF_DILOCO),
-    (dropped, SILENT, OF_DILOCO),
-    (ended, SILENT, OF_DILOCO),
-    (finished, SILENT, ""),
-    (evaluated, SILENT, ""),
-    (finished_before_the_last_step, SILENT, OF_DILOCO),
-    (switched, SILENT, ""),
-    (untrained, SILENT, ""),
-    (failed, SILENT, ""),
-    (resumed, SILENT, OF_DILOCO),
-    (resumed_only, SILENT, ""),
-    (closed, DiLoCoAlgorithm(4), ""),
-    (closed, DiLoCoAlgorithm(8, fragments=2), f"{DIFFER}diloco"),
-    (closed, DiLoCoAlgorithm(5, overlap=1), f"{DIFFER}diloco"),
-    (closed, LocalSGDAlgorithm(5), f"{NOTHING}local_sgd exchanges every 5 steps (sync_every)"),
-    (closed, LocalSGDAlgorithm(4), ""),
-    (closed, LocalSGDAlgorithm(3), f"{DIFFER}local_sgd"),
-    (saved_only, LocalSGDAlgorithm(3), ""),
-    (closed, LocalSGDAlgorithm(5, start_after=4), ""),
-    (closed, LocalSGDAlgorithm(5, start_after=2), NOTHING),
-    (closed, LocalSGDAlgorithm(2, start_after=2), ""),
-    (closed, GradientAllReduceAlgorithm(), ""),
-    (closed, DecentralizedAlgorithm(), f"{DIFFER}decentralized"),
-    (closed, DecentralizedAlgorithm(communication_interval=9), f"{DIFFER}decentralized"),
-    (closed, around("gradient_allreduce", Exchange(Weights(), Every(8), Mean(), Replace())), ""),
-    (closed, around(LocalSGDAlgorithm(9)), f"{NOTHING}local_sgd exchanges every 9 steps (sync_every)"),
-    (mixed, SILENT, f"{DIFFER}"),
+#: What is done, with what, and how that begins what is told. A model that is not closed is dropped in the end, and
+#: another thread closes it then; one that is kept is there when its group is closed.
+TALES: list[tuple[str, Algorithm, str]] = [
+    ("4 close", SILENT, OF_DILOCO),
+    ("4 save close", SILENT, OF_DILOCO),
+    ("4", SILENT, OF_DILOCO),
+    ("4 keep", SILENT, OF_DILOCO),
+    ("4 finish close", SILENT, ""),
+    ("4 evaluate close", SILENT, ""),
+    ("3 finish 1 close", SILENT, OF_DILOCO),
+    ("4 switch close", SILENT, ""),
+    ("close", SILENT, ""),
+    ("4 fail", SILENT, ""),
+    ("3 finish resume 1 close", SILENT, OF_DILOCO),
+    ("3 finish resume close", SILENT, ""),
+    ("4 close", DiLoCoAlgorithm(4), ""),
+    ("4 close", DiLoCoAlgorithm(8, fragments=2), f"{DIFFER}diloco"),
+    ("4 close", DiLoCoAlgorithm(5, overlap=1), f"{DIFFER}diloco"),
+    ("4 close", LocalSGDAlgorithm(5), f"{NOTHING}local_sgd exchanges every 5 steps (sync_every)"),
+    ("4 close", LocalSGDAlgorithm(4), ""),
+    ("4 close", LocalSGDAlgorithm(3), f"{DIFFER}local_sgd"),
+    ("4 save finish", LocalSGDAlgorithm(3), ""),
+    ("4 close", LocalSGDAlgorithm(5, start_after=4), ""),
+    ("4 close", LocalSGDAlgorithm(5, start_after=2), NOTHING),
+    ("4 close", LocalSGDAlgorithm(2, start_after=2), ""),
+    ("4 close", GradientAllReduceAlgorithm(), ""),
+    ("4 close", DecentralizedAlgorithm(), f"{DIFFER}decentralized"),
+    ("4 close", DecentralizedAlgorithm(communication_interval=9), f"{DIFFER}decentralized"),
+    ("4 close", around("gradient_allreduce", Exchange(Weights(), Every(8), Mean(), Replace())), ""),
+    ("4 close", around(LocalSGDAlgorithm(9)), f"{NOTHING}local_sgd exchanges every 9 steps (sync_every)"),
+    ("mixed", SILENT, DIFFER),
 ]
 
 
@@ -170,13 +122,10 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.getMessage().startswith("trained ")]
 
 
-NAMES = [f"{number} {end.__name__}" for number, (end, _, _) in enumerate(TALES)]
-
-
-@pytest.mark.parametrize(("end", "algorithm", "expected"), TALES, ids=NAMES)
-def test_a_run_that_ends_apart_says_so_once(thread_ranks, end, algorithm, expected, caplog):
+@pytest.mark.parametrize(("tale", "algorithm", "expected"), TALES, ids=map(str, range(len(TALES))))
+def test_a_run_that_ends_apart_says_so_once(thread_ranks, tale, algorithm, expected, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, end, algorithm)
+        thread_ranks(2, mix if tale == "mixed" else tell, algorithm, tale)
         until = time.monotonic() + 20
         while len(told(caplog)) < bool(expected) and time.monotonic() < until:  # Another thread may close it.
             gc.collect()
@@ -186,7 +135,7 @@ def test_a_run_that_ends_apart_says_so_once(thread_ranks, end, algorithm, expect
 
 def test_one_rank_says_nothing(thread_ranks, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(1, closed, SILENT)
+        thread_ranks(1, tell, SILENT, "4 close")
     assert told(caplog) == []
 
 
@@ -227,3 +176,45 @@ def test_a_process_that_ends_without_closing_says_so(way):
     with launched(2, "-c", SCRIPT, each=(way, way), stderr=subprocess.PIPE) as ranks:
         errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
     assert [one.count("exchanged nothing") for one in errors] == [int(way != "fails"), 0], errors
+
+
+# Processes end by themselves, with or without destroy_process_group, whatever is still alive.
+
+EXITS = """
+import sys
+import torch
+import bagua.torch_api as bagua
+
+bagua.init_process_group()
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+kept = []
+for wrap in (
+    lambda: bagua.bagua_init(model, [], message_size=1000)[0],
+    lambda: bagua.data_parallel.DistributedDataParallel(model, bucket_bytes=1000),
+    lambda: model.with_bagua([], "gradient_allreduce", bucket_bytes=1000),
+):
+    wrapped = wrap()
+    kept.append(wrapped)
+    for step in range(3):
+        model.zero_grad()
+        wrapped(torch.randn(4, 8)).sum().backward()
+        with torch.no_grad():  # An optimizer would import half of torch at its first step.
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+if sys.argv[1] == "destroy":
+    bagua.destroy_process_group()
+print("trained", flush=True)
+if sys.argv[1] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "nothing")], ids=str)
+def test_the_exit_code_is_the_scripts(endings):
+    with launched(2, "-c", EXITS, each=endings, stderr=subprocess.PIPE) as ranks:
+        results = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    for rank, ending, (output, errors) in zip(ranks, endings, results, strict=True):
+        assert rank.returncode == (3 if ending == "raise" else 0), errors
+        assert output == "trained\n"
+        assert "terminate called" not in errors

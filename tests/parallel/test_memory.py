@@ -7,9 +7,8 @@ import gc
 
 import torch
 
-import bagua.comm
-from tests.harness import mlp, sgd, train_steps
-from tests.parallel.wrapping import WRAPS
+from tests.harness import mlp
+from tests.parallel.wrapping import WRAPS, Loop
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -33,18 +32,15 @@ def _held_bytes() -> int:
 
 def _held_after_training() -> dict[str, int]:
     """What the model, its gradients and its optimizer hold after some steps, by the way it was wrapped."""
-    rank = bagua.comm.get_rank()
     held = {}
     for name in (*WRAPS, "plain"):
         gc.collect()
         kept = _tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
         before = _held_bytes()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[name](model, optimizer) if name in WRAPS else model
-        train_steps(wrapped, optimizer, rank, range(3))
+        loop = Loop(name if name in WRAPS else lambda model, _: model)
+        loop.train(3)
         held[name] = _held_bytes() - before
-        del wrapped, model, optimizer, kept
+        del loop, kept
     return held
 
 
