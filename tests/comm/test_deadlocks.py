@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore
 
 import bagua.comm
 from bagua.comm import long_wait
-from bagua.comm.records.deadlock import Report, Wait, stuck
+from bagua.comm.records.deadlock import AwaitedCall, Standstill, stuck
 from bagua.comm.store.keys import behind_token, bottom_of
 from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.parallel.module import with_bagua
@@ -126,7 +126,7 @@ def haunted() -> float:
     """Rank 0 waits; rank 1 computes, and what it said in an earlier wait lies in the store."""
     group = bagua.comm.get_default_group()
     other = group.duplicate().label
-    said = Report(0, (Wait(f"{other} [0, 1]", 1, (0, 1), "barrier"),), {"world [0, 1]": 0})
+    said = Standstill(0, (AwaitedCall(f"{other} [0, 1]", 1, (0, 1), "barrier"),), {"world [0, 1]": 0})
     tensor = torch.ones(1)
     if group.rank:
         store = PrefixStore(f"bagua/waits/{group.recorder.job}", behind_token(bottom_of(group.store)))
@@ -181,16 +181,16 @@ def ended(play: Play) -> list[int]:
     return over
 
 
-def reports(play: Play, over: list[int]) -> dict[int, Report]:
+def reports(play: Play, over: list[int]) -> dict[int, Standstill]:
     """Of the ranks that wait, when ``over`` calls of each have ended and the next one has begun, if there is one."""
     found = {}
     for rank, program in enumerate(play.programs):
         begun = program[: over[rank] + 1]
         if over[rank] < len(program):
             one = program[over[rank]]
-            waits = (Wait(str(one), begun.count(one), tuple(play.members[one]), "a call"),)
+            waits = (AwaitedCall(str(one), begun.count(one), tuple(play.members[one]), "a call"),)
             mine = [number for number, members in enumerate(play.members) if rank in members]
-            found[rank] = Report(len(begun), waits, {str(number): begun.count(number) for number in mine})
+            found[rank] = Standstill(len(begun), waits, {str(number): begun.count(number) for number in mine})
     return found
 
 
@@ -211,23 +211,23 @@ def test_who_is_called_stuck_never_goes_on_and_who_waits_for_the_stuck_is_called
 
 
 def test_both_ends_of_a_message_that_takes_its_time_are_not_stuck():
-    def report(peer: int) -> Report:
-        return Report(1, (Wait("world", 0, (peer,), "a message"),), {"world": 0})
+    def report(peer: int) -> Standstill:
+        return Standstill(1, (AwaitedCall("world", 0, (peer,), "a message"),), {"world": 0})
 
     assert stuck({0: report(1), 1: report(0)}) == []
     assert stuck({0: report(1), 1: report(2), 2: report(0)}) == [0, 1, 2]
 
 
 def test_what_waits_for_nobody_in_particular_is_not_stuck():
-    anyone = Report(1, (Wait("world", 0, (), "recv from any"),), {"world": 0, "pair": 0})
-    other = Report(1, (Wait("pair", 1, (0, 1), "allreduce"),), {"world": 0, "pair": 1})
+    anyone = Standstill(1, (AwaitedCall("world", 0, (), "recv from any"),), {"world": 0, "pair": 0})
+    other = Standstill(1, (AwaitedCall("pair", 1, (0, 1), "allreduce"),), {"world": 0, "pair": 1})
     assert stuck({0: anyone, 1: other}) == []
 
 
 def test_a_rank_with_another_call_that_will_end_is_not_stuck():
     """Its background thread is in a call in which all have come: it may begin what the others wait for."""
-    both = (Wait("a", 1, (0, 1), "allreduce"), Wait("b", 1, (0, 1), "allreduce"))
-    first = Report(2, both, {"a": 1, "b": 1, "c": 0})
-    second = Report(2, (Wait("c", 1, (0, 1), "barrier"),), {"a": 0, "b": 1, "c": 1})
+    both = (AwaitedCall("a", 1, (0, 1), "allreduce"), AwaitedCall("b", 1, (0, 1), "allreduce"))
+    first = Standstill(2, both, {"a": 1, "b": 1, "c": 0})
+    second = Standstill(2, (AwaitedCall("c", 1, (0, 1), "barrier"),), {"a": 0, "b": 1, "c": 1})
     assert stuck({0: first, 1: second}) == []
     assert stuck({0: first._replace(waits=both[:1]), 1: second}) == [0, 1]

@@ -34,7 +34,7 @@ _ADVICE = (
 )
 
 
-class Wait(NamedTuple):
+class AwaitedCall(NamedTuple):
     """A call that a rank waits in. All ranks are global ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wait(NamedTuple):
     text: str
 
 
-class Report(NamedTuple):
+class Standstill(NamedTuple):
     """What a rank says of itself while it stands still.
 
     Attributes:
@@ -60,11 +60,11 @@ class Report(NamedTuple):
     """
 
     number: int
-    waits: tuple[Wait, ...]
+    waits: tuple[AwaitedCall, ...]
     begun: dict[str, int]
 
 
-def _waits_for(wait: Wait, rank: int, report: Report) -> bool:
+def _waits_for(wait: AwaitedCall, rank: int, report: Standstill) -> bool:
     """Whether the call ``wait`` of ``rank`` needs one that the rank with this report has not begun."""
     if wait.sequence:
         return report.begun.get(wait.where, wait.sequence) < wait.sequence
@@ -72,7 +72,7 @@ def _waits_for(wait: Wait, rank: int, report: Report) -> bool:
     return not any(one.where == wait.where and not one.sequence and rank in one.peers for one in report.waits)
 
 
-def stuck(reports: Mapping[int, Report]) -> list[int]:
+def stuck(reports: Mapping[int, Standstill]) -> list[int]:
     """The ranks that never go on: all their calls wait for one of them.
 
     Args:
@@ -80,14 +80,14 @@ def stuck(reports: Mapping[int, Report]) -> list[int]:
 
     Example:
         >>> begun = {"a": 0, "b": 0}
-        >>> first = Report(1, (Wait("a", 1, (0, 1), "allreduce"),), {**begun, "a": 1})
-        >>> second = Report(1, (Wait("b", 1, (0, 1), "barrier"),), {**begun, "b": 1})
+        >>> first = Standstill(1, (AwaitedCall("a", 1, (0, 1), "allreduce"),), {**begun, "a": 1})
+        >>> second = Standstill(1, (AwaitedCall("b", 1, (0, 1), "barrier"),), {**begun, "b": 1})
         >>> stuck({0: first, 1: second}), stuck({0: first, 1: first})
         ([0, 1], [])
     """
     ranks = set(reports)
 
-    def is_stuck(wait: Wait, rank: int) -> bool:
+    def is_stuck(wait: AwaitedCall, rank: int) -> bool:
         return any(_waits_for(wait, rank, reports[other]) for other in ranks.intersection(wait.peers) - {rank})
 
     while free := {rank for rank in ranks if not all(is_stuck(wait, rank) for wait in reports[rank].waits)}:
@@ -112,7 +112,7 @@ class Deadlocks:
         self._unanswered = False
         self._activity = activity
         self._label = label
-        self._seen: dict[int, tuple[Report, int]] = {}
+        self._seen: dict[int, tuple[Standstill, int]] = {}
 
     def look(self) -> CollectiveMismatchError | None:
         """The error if this rank and others wait for each other; the same on all of them.
@@ -131,7 +131,7 @@ class Deadlocks:
 
     # What this rank says.
 
-    def _report(self) -> tuple[int, Report] | None:
+    def _report(self) -> tuple[int, Standstill] | None:
         """The rank, and its report; None while it may begin a call by itself."""
         recorder = self._recorder
         if not recorder.job:
@@ -146,21 +146,21 @@ class Deadlocks:
         if not waits or not _stands_still(recorder, [one for _, one in waits], made):
             return None
         place = waits[0][0].place
-        return place.ranks[place.rank], Report(
+        return place.ranks[place.rank], Standstill(
             max(one.number for one in made), tuple(self._wait(entry, one) for entry, one in waits), begun
         )
 
-    def _wait(self, entry: Statistics, record: CallRecord) -> Wait:
+    def _wait(self, entry: Statistics, record: CallRecord) -> AwaitedCall:
         call, ranks = record.call, entry.place.ranks
         activity = str(self._activity) if entry.place.label == self._label else ""
         text = ", ".join(part for part in (str(call), f"on {entry.place.label}", activity and f"in {activity}") if part)
         if call.kind not in POINT_TO_POINT:
-            return Wait(_where(entry), call.sequence, ranks, text)
-        return Wait(_where(entry), 0, tuple(ranks[one] for one in (call.root, call.source) if one >= 0), text)
+            return AwaitedCall(_where(entry), call.sequence, ranks, text)
+        return AwaitedCall(_where(entry), 0, tuple(ranks[one] for one in (call.root, call.source) if one >= 0), text)
 
     # What all ranks say.
 
-    def _judge(self, rank: int, own: Report) -> CollectiveMismatchError | None:
+    def _judge(self, rank: int, own: Standstill) -> CollectiveMismatchError | None:
         store = self._board()
         store.set(str(rank), json.dumps([own, time.monotonic_ns()]))
         found = self._read(store, rank)
@@ -177,22 +177,24 @@ class Deadlocks:
                 self._connection = self._connection.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
         return PrefixStore(f"bagua/waits/{self._recorder.job}", behind_token(self._connection))
 
-    def _is_same(self, rank: int, report: Report, beat: int) -> bool:
+    def _is_same(self, rank: int, report: Standstill, beat: int) -> bool:
         before = self._seen.get(rank)
         # With the same number of calls the waits can only get fewer. Their words may differ between threads.
         return before is not None and before[1] != beat and _state(before[0]) == _state(report)
 
-    def _read(self, store: Store, rank: int) -> dict[int, tuple[Report, int]]:
+    def _read(self, store: Store, rank: int) -> dict[int, tuple[Standstill, int]]:
         """The reports of ``rank``, of all that it needs, of all that these need, and so on, with their beats."""
-        found: dict[int, tuple[Report, int]] = {}
+        found: dict[int, tuple[Standstill, int]] = {}
         wanted = {rank}
         while new := sorted(wanted - found.keys()):
             for one, text in zip(new, read_present(store, [str(one) for one in new]), strict=True):
-                found[one] = (Report(-1, (), {}), 0) if text is None else _parsed(json.loads(text))
+                found[one] = (Standstill(-1, (), {}), 0) if text is None else _parsed(json.loads(text))
             wanted |= {peer for one in new for wait in found[one][0].waits for peer in wait.peers}
         return {one: spoken for one, spoken in found.items() if spoken[0].waits}
 
-    def _agreed(self, store: Store, rank: int, own: Report, found: Mapping[int, Report]) -> dict[int, str] | None:
+    def _agreed(
+        self, store: Store, rank: int, own: Standstill, found: Mapping[int, Standstill]
+    ) -> dict[int, str] | None:
         """What each rank of the circle waits in, which the first one that finds it says for all; None if there is none.
 
         The others have time to read it, before this rank leaves, and looks lost.
@@ -211,7 +213,7 @@ class Deadlocks:
         return {one: text for one, _, text in verdict}
 
 
-def _state(report: Report) -> tuple[int, int]:
+def _state(report: Standstill) -> tuple[int, int]:
     return report.number, len(report.waits)
 
 
@@ -236,9 +238,9 @@ def _stands_still(recorder: Recorder, waits: Iterable[CallRecord], made: Iterabl
     return recorder.beside <= waiters and len(callers) <= 1 and (recorder.stands_still or bool(callers & waiters))
 
 
-def _parsed(said: list[Any]) -> tuple[Report, int]:
+def _parsed(said: list[Any]) -> tuple[Standstill, int]:
     (number, waits, begun), beat = said
-    return Report(number, tuple(Wait(one[0], one[1], tuple(one[2]), one[3]) for one in waits), begun), beat
+    return Standstill(number, tuple(AwaitedCall(one[0], one[1], tuple(one[2]), one[3]) for one in waits), begun), beat
 
 
 def _error(rank: int, verdict: Mapping[int, str]) -> CollectiveMismatchError:
