@@ -58,9 +58,9 @@ def analyzed(folder: Path, caplog: pytest.LogCaptureFixture, *flags: str, last_f
     return caplog.text
 
 
-def run_into_an_error(job: object) -> None:
+def run_into_an_error(job: object, timeout_s: float = 60.0) -> None:
     with pytest.raises(CommunicationError):
-        ThreadRanks(3, timeout_s=0.4).run(job, size=3)
+        ThreadRanks(3, timeout_s=timeout_s).run(job, size=3)
 
 
 def make_another_call() -> None:
@@ -115,7 +115,7 @@ given_up = threading.Event()
 @pytest.mark.parametrize("last_first", [False, True])
 def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, caplog, last_first):
     given_up.clear()
-    run_into_an_error(stop_one_rank)
+    run_into_an_error(stop_one_rank, timeout_s=2.0)
     said = analyzed(folder, caplog, last_first=last_first)
     assert "Not all ranks joining collective, sequence number: 71" in said
     assert "missing ranks: {2}" in said
@@ -127,7 +127,7 @@ def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, cap
 @needs_analyzer
 def test_a_rank_without_a_record_is_named(folder, caplog):
     given_up.clear()
-    run_into_an_error(stop_one_rank)
+    run_into_an_error(stop_one_rank, timeout_s=2.0)
     (of_job(folder) / f"{PREFIX}2").unlink()
     assert "Rank 2 has written no record: killed, stopped, or still busy with something else." in explain(folder)
     assert "we missed FR dumps from ranks ({2})" in analyzed(folder, caplog, "--allow-incomplete-ranks")
