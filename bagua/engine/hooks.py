@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from bagua.engine.buckets.layout import shared
 from bagua.engine.buckets.registration import require_outside, warn_of_unseen
 from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of, stepped_by
 from bagua.engine.joining import Joining
-from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.lanes import nothing
 from bagua.engine.wrapping import SWITCH, Wrapping
@@ -264,7 +265,8 @@ class BackwardHooks:
     def enter_step(self) -> None:
         """A training forward begins, or a step without data."""
         reducer = self.reducer
-        reducer.formation.failure.check()
+        if reducer.formation.failure.problem:
+            reducer.formation.failure.check()
         self._entered = True
         if self._recorder.trace is not None:
             self._passes.enter("forward pass")
@@ -399,7 +401,8 @@ class BackwardHooks:
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
-        if reducer.execution.owes or reducer.formation.to_compare is not None:
+        scheduler = reducer.execution.scheduler
+        if (scheduler is not None and scheduler.owes) or reducer.formation.to_compare is not None:
             self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
@@ -472,3 +475,49 @@ class BackwardHooks:
 #: Engines that listen to parameters now.
 _attached: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
 _guard = threading.Lock()
+
+
+#: So many objects of unknown classes are looked into, one inside the other. Outputs that
+#: keep a reference to their model, or to a trainer, would lead everywhere otherwise.
+_DEPTH_OF_UNKNOWN = 3
+
+_LEAVES = (str, bytes, int, float, complex, type, ModuleType, torch.nn.Module)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested sequences, mappings, dataclasses and plain objects with attributes.
+
+    Args:
+        value: value that a forward pass returned. Objects that contain themselves are visited once.
+
+    Example:
+        >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), None]})]
+        [1, 2]
+    """
+    if isinstance(value, torch.Tensor):  # by far the most common output
+        yield value
+        return
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    seen = set()
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif item is not None and id(item) not in seen:
+            seen.add(id(item))
+            parts, deeper = _parts(item)
+            if depth + deeper <= _DEPTH_OF_UNKNOWN:
+                pending.extend((part, depth + deeper) for part in reversed(parts))
+
+
+def _parts(item: Any) -> tuple[list[Any], int]:
+    """What ``item`` is made of, and 1 if that is a guess."""
+    if isinstance(item, _LEAVES) or callable(item):
+        return [], 0
+    if isinstance(item, Mapping):
+        return list(item.values()), 0
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item), 0
+    if dataclasses.is_dataclass(item):
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)], 0
+    return list(getattr(item, "__dict__", {}).values()), 1

@@ -78,11 +78,14 @@ class StepFailure:
 
     Args:
         group: private to the model.
+
+    Attributes:
+        problem: what could not be finished; empty as long as all could.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._problem = ""
+        self.problem = ""
 
     def tell(self, reason: BaseException | str, doing: str, others: Iterable[ProcessGroup] = ()) -> None:
         """End what cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``.
@@ -100,7 +103,7 @@ class StepFailure:
             culprit, told = blame(reason, rank, doing)
         for group in (self._group, *others):
             group.abort(told, culprit)
-        self._problem = self._problem or problem
+        self.problem = self.problem or problem
 
     def check(self) -> None:
         """Raise if something could not be finished.
@@ -108,9 +111,9 @@ class StepFailure:
         Raises:
             CommunicatorClosedError: it could not.
         """
-        if self._problem:
+        if self.problem:
             raise CommunicatorClosedError(
-                f"this model can no longer be synchronized: {self._problem}",
+                f"this model can no longer be synchronized: {self.problem}",
                 rank=self._group.ranks[self._group.rank],
                 advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",
             )

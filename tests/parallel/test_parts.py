@@ -13,7 +13,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.comm import Recorder
-from bagua.engine.outputs import tensors_in
+from bagua.engine.hooks import tensors_in
 from bagua.engine.schedule import lanes
 from bagua.errors import CollectiveMismatchError
 from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state

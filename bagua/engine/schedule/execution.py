@@ -83,11 +83,6 @@ class Execution:
             self.scheduler.dissolve()
 
     @property
-    def owes(self) -> bool:
-        """Whether an exchange waits for the optimizers."""
-        return self.scheduler is not None and self.scheduler.owes
-
-    @property
     def remembers(self) -> bool:
         """Whether something is remembered from step to step."""
         return any(place.memory.state for place in self._places.values())

@@ -143,6 +143,7 @@ class Course:
         self._in_place = self._gathered and exchange.lag == 0
         self._gathers = self._gathered and not self._of_arrival
         self._from_anchor = "anchor" in exchange.needs
+        self._at_once = exchange.at_once
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
     def _is_dropped_by_all(self) -> bool:
@@ -173,7 +174,7 @@ class Course:
         """Start ``tracks``, which are folded together; at once, if nothing comes in between."""
         for track in tracks:
             self._start(track, clock)
-        if self.exchange.at_once:
+        if self._at_once:
             self.fold(tracks, clock)
 
     def _start(self, track: Track, clock: Clock) -> None:
@@ -184,7 +185,7 @@ class Course:
             _gather(track.bucket, flight.scale)
         sent_by = how if self._lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
         if what is not None:
-            if sent_by is None and self.exchange.at_once and self._from_anchor and flight.scale == 1.0:
+            if sent_by is None and self._at_once and self._from_anchor and flight.scale == 1.0:
                 flight.delay()
             else:
                 what.fill(flight)
