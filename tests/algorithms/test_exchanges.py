@@ -44,7 +44,7 @@ from bagua.algorithms import (
 )
 from bagua.comm import ProcessGroup, Work
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.compression import MinMaxUInt8, TopK
+from bagua.compression import Codec, MinMaxUInt8, TopK, registry
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import bagua_init, with_bagua
@@ -599,6 +599,18 @@ def test_what_goes_on_between_steps_cannot_be_put_inside():
     outer = Exchange(Weights(), Every(4), Mean(), Replace(), label="outer")
     with pytest.raises(ConfigurationError, match="between steps"):
         around("async", outer).reify(bagua.comm.solo_group())
+
+
+@pytest.mark.parametrize("name", list(registry))
+@pytest.mark.parametrize("what", [Gradients(), Weights(), Difference()], ids=repr)
+def test_every_codec_works_on_whatever_is_sent(thread_ranks, name, what):
+    codec, then = Codec.init(name), NESTEROV if isinstance(what, Difference) else Replace()
+    if isinstance(what, Weights) and codec.contraction is not None and codec.contraction < 0.5:
+        return  # Refused: weights would become what is left of them.
+    how, when = Mean(ErrorFeedback(ScatterGatherReducer(codec))), Every(1 if isinstance(what, Gradients) else 3)
+    states = thread_ranks(3, train_for, Algorithm.of(Exchange(what, when, how, then)), 6)
+    assert_same_on_all_ranks(states)
+    assert all(value.isfinite().all() for value in states[0].values())
 
 
 def test_shared_state_first_makes_weights_equal(thread_ranks):
