@@ -16,7 +16,6 @@ version = release = bagua.__version__
 
 extensions = [
     "myst_parser",
-    "algorithm_index",
     "facade_index",
     "timelines",
     "topology_pictures",

@@ -94,7 +94,7 @@ def test_each_variable_of_ours_is_known_and_documented(monkeypatch):
     read = set(re.findall(r'"(BAGUA_[A-Z_]+)"', source))
     monkeypatch.setattr(env.os, "environ", dict.fromkeys(read, "1"))
     assert not env.unknown_variables()
-    page = (SOURCE.parent / "docs" / "environment.md").read_text(encoding="utf-8")
+    page = (SOURCE.parent / "docs" / "api" / "environment.md").read_text(encoding="utf-8")
     assert read == set(re.findall(r"`(BAGUA_[A-Z_]+)`", page))
 
 

@@ -20,11 +20,10 @@ DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
 RUN = (
     "advise",
+    "api/distributed",
     "coming_from_ddp",
-    "coming_from_decent_dp",
-    "decentralized_data_parallel",
+    "decentralized",
     "torch_backend",
-    "torch_names",
     "troubleshooting",
     "watch_a_run",
 )
@@ -58,9 +57,9 @@ def surroundings(page: str) -> dict[str, Any]:
         "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
         "loss_function": torch.nn.functional.mse_loss,
     }
-    if page in ("advise", "decentralized_data_parallel", "troubleshooting", "watch_a_run"):
+    if page in ("advise", "decentralized", "troubleshooting", "watch_a_run"):
         bagua.init_process_group()
-    if page == "decentralized_data_parallel":
+    if page == "decentralized":
         decentralized = importlib.import_module("bagua.torch_api.data_parallel").DecentralizedDataParallel
         names["model"] = decentralized(model, lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
     return names

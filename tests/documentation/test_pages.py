@@ -110,10 +110,13 @@ def test_a_table_without_the_numbers_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(registry))
-def test_every_algorithm_has_a_page_with_its_rule_and_a_timeline(name):
-    page = (DOCS / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
-    for part in (f"# {name}\n", "**Use it when**", "```{math}", "```{timeline}", "```{doctest}", "## Paper"):
-        assert part in page
+def test_every_algorithm_has_a_row_and_a_section_with_its_rule(name):
+    pages = [DOCS / f"{page}.md" for page in ("gradient_algorithms", "local_updates", "decentralized")]
+    text = "\n## ".join(page.read_text(encoding="utf-8") for page in pages)
+    (section,) = re.findall(rf"^## {name}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    for part in ("**Use it when**", "```{math}", "```{doctest}", "**Source.**"):
+        assert part in section
+    assert re.search(rf"^\| \[`{name}`\]\(\w+\.md#{name}\) \|", (DOCS / "algorithms.md").read_text(), re.MULTILINE)
 
 
 def test_a_timeline_has_a_bar_for_each_part(monkeypatch):
