@@ -21,7 +21,6 @@ DOCS = REPOSITORY / "docs"
 RUN = (
     "advise",
     "api/distributed",
-    "coming_from_ddp",
     "decentralized",
     "torch_backend",
     "troubleshooting",
