@@ -323,7 +323,7 @@ def folders_hold_few_files(sources: list[SourceFile]) -> list[str]:
 
 
 def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
-    """One word, one thing: no two public classes of the package share a name; see ``docs/vocabulary.md``."""
+    """One word, one thing: no two public classes of the package share a name; see ``docs/architecture.md``."""
     places: dict[str, list[str]] = {}
     for source in sources:
         for node in ast.walk(source.tree):
