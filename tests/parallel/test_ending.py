@@ -139,8 +139,10 @@ def test_one_rank_says_nothing(thread_ranks, caplog):
     assert told(caplog) == []
 
 
-def test_the_readme_names_the_period_of_each_algorithm():
-    named = dict(re.findall(r"^\| `(\w+)` \| (\d+) steps", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
+def test_the_table_names_the_period_of_each_algorithm():
+    named = dict(
+        re.findall(r"^\| `(\w+)` \| (\d+) steps", (REPOSITORY / "docs" / "algorithms.md").read_text(), re.MULTILINE)
+    )
     kinds = {name: registry.get(name) for name in registry}
     assert named == {name: str(kind().sync_every) for name, kind in kinds.items() if issubclass(kind, LocalUpdates)}
 
