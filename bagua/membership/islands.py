@@ -53,7 +53,7 @@ _DEADLINES = Deadlines()
 
 
 class Members(NamedTuple):
-    """Three things that are easily taken for one another. All are seats, in ascending order.
+    """The islands of a job by their seats, in three lists that may differ. Each list is in ascending order.
 
     Attributes:
         alive: joined, and not silent; newcomers that wait are among them.

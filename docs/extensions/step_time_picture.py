@@ -28,7 +28,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 680, 330, 64, 490, 44, 270
 
 def read_ratios(page: str) -> dict[str, list[float]]:
     """Step time over that of DDP, by contender, at each rate."""
-    table, _, _ = page.partition("<!-- end of step times -->")
+    table, _, _ = page.partition("<!-- end of table -->")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     found = {row[0]: [float(cell) for cell in row[2:5]] for row in rows if row[0] in LINES and len(row) == 6}
     if found.keys() != LINES.keys():
