@@ -36,10 +36,21 @@ def code_lines(text: str) -> list[str]:
     return lines
 
 
+def anchors(page: Path) -> set[str]:
+    """The names by which links find the headings of a page."""
+    headings = re.findall(r"^#{1,3} (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def dead_links(page: Path) -> list[str]:
-    """The relative links of a page that lead to no file."""
-    targets = (target.partition("#")[0] for target in LINK.findall(page.read_text(encoding="utf-8")))
-    return [target for target in targets if target and ":" not in target and not (page.parent / target).exists()]
+    """The relative links of a page that lead to no file, or to no heading of it."""
+    dead = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if ":" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            dead.append(link)
+    return dead
 
 
 def extension(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -74,8 +85,10 @@ def test_relative_links_lead_to_files(page):
 
 def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("[a](page.md#top) [b](https://example.org/x) [c](#here) [d](gone.md) ![e](gone.svg)")
-    assert dead_links(page) == ["gone.md", "gone.svg"]
+    page.write_text(
+        "## At `top`\n[a](page.md#at-top) [b](https://example.org/x) [c](#here) [d](gone.md) ![e](gone.svg)"
+    )
+    assert dead_links(page) == ["#here", "gone.md", "gone.svg"]
 
 
 def test_every_page_is_in_the_menu():
