@@ -26,7 +26,7 @@ from bagua import comm
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator, Membership
 from bagua.comm.call import Call
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.shm.transport import shm_refusal
 from benchmarks.collectives_plot import draw
 from benchmarks.open_mpi import compare_with_open_mpi, open_mpi_is_missing

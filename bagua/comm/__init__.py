@@ -22,7 +22,7 @@ from bagua.comm.startup.default_group import *
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.torch_backend.creation import create_torch_group
 from bagua.comm.torch_backend.starter import TorchBackendOptions
-from bagua.comm.transports.base import DONE, Handle, Membership, Transport
+from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
 from bagua.comm.transports.registry import register_transport
 from bagua.comm.work import Work
 

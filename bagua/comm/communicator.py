@@ -14,7 +14,7 @@ from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
-from bagua.comm.transports.base import Transport
+from bagua.comm.transports.contract import Transport
 from bagua.comm.work import Work
 from bagua.errors import InvalidTensorError
 

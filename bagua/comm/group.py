@@ -21,7 +21,7 @@ from bagua.comm.records.deadlock import Deadlocks
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
 from bagua.comm.store.bounded import connection_to
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 from bagua.topology import ranks_by_node

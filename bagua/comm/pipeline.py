@@ -17,7 +17,7 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import CallRecord, Place, Recorder, Statistics, observers
-from bagua.comm.transports.base import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
     CollectiveTimeoutError,

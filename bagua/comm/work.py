@@ -13,7 +13,7 @@ import torch
 
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.operands import as_seconds
-from bagua.comm.transports.base import Handle, Joined, countdown
+from bagua.comm.transports.contract import Handle, Joined, countdown
 from bagua.errors import CollectiveTimeoutError, CommunicationError, ConcurrentUseError
 
 

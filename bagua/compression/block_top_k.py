@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from bagua.checks import check_choice, check_whole, unusable
-from bagua.compression.base import Codec, Metadata, align, exact_dtype
+from bagua.compression.codec import Codec, Metadata, align, exact_dtype
 from bagua.compression.packing import (
     bits_for,
     check_block_numel,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from bagua.checks import check_whole
-from bagua.compression.base import Codec, Metadata, check_codec
 from bagua.compression.casting import Identity
+from bagua.compression.codec import Codec, Metadata, check_codec
 from bagua.compression.minmax_uint8 import MinMaxUInt8
 
 

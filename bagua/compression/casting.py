@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.compression.base import FLOATING, Codec, Metadata, store
+from bagua.compression.codec import FLOATING, Codec, Metadata, store
 
 
 @dataclass(frozen=True)

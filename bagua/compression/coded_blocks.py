@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.compression.base import Codec, Metadata, exact_dtype
+from bagua.compression.codec import Codec, Metadata, exact_dtype
 from bagua.compression.packing import check_block_numel, in_pieces, in_rows
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from bagua.checks import check_kind
-from bagua.compression.base import Codec, Metadata, store
+from bagua.compression.codec import Codec, Metadata, store
 from bagua.compression.coded_blocks import CodedBlocks
 from bagua.compression.packing import mixed_seed, noise_like, pack_codes, unpack_codes
 

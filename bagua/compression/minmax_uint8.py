@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua.checks import check_kind
-from bagua.compression.base import Codec, Metadata, store
+from bagua.compression.codec import Codec, Metadata, store
 from bagua.compression.packing import check_block_numel, in_pieces, in_rows, mixed_seed, noise_like
 
 #: A step that is a little longer than a 255th of the range, and a first code that is a little

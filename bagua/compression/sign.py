@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.compression.base import Metadata, exact_dtype, store
+from bagua.compression.codec import Metadata, exact_dtype, store
 from bagua.compression.coded_blocks import CodedBlocks
 
 #: Eight bytes of 0 or 255, as one integer, become one byte: keep another bit of each, and add them up in the highest.

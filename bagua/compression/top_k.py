@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua.checks import check_numbers
-from bagua.compression.base import Codec, Metadata, align
+from bagua.compression.codec import Codec, Metadata, align
 
 #: Elements that are looked at to guess how large the largest are, and by how much more are then taken.
 _SAMPLE_NUMEL = 2**16

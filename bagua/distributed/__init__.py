@@ -39,10 +39,10 @@ from bagua.comm import TorchWork as Work
 from bagua.comm import (
     make_premul_sum as _make_nccl_premul_sum,  # noqa: F401 - torch's name
 )
-from bagua.distributed import collectives, groups, messages
+from bagua.distributed import collectives, groups, point_to_point
 from bagua.distributed.collectives import *
 from bagua.distributed.groups import *
-from bagua.distributed.messages import *
+from bagua.distributed.point_to_point import *
 from bagua.errors import (
     CommunicationError as DistBackendError,
 )
@@ -86,6 +86,6 @@ __all__ = [
     "is_xccl_available",
     "reduce_op",
 ]
-__all__ += collectives.__all__ + groups.__all__ + messages.__all__
+__all__ += collectives.__all__ + groups.__all__ + point_to_point.__all__
 
 __getattr__ = late(__name__, {"reduce_op": "bagua.comm"})[0]

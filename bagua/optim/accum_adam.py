@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_whole
-from bagua.optim.base import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
+from bagua.optim.group_optimizer import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 
 
 class AccumAdam(TogetherOptimizer):

@@ -14,7 +14,7 @@ import torch
 
 from bagua.checks import check_whole
 from bagua.optim.accum_adam import AccumAdam, AccumAdamW
-from bagua.optim.base import check_betas, check_not_negative
+from bagua.optim.group_optimizer import check_betas, check_not_negative
 
 #: The parameters of one bucket, with their names.
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]

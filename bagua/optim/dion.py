@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua.checks import check_numbers, check_whole
-from bagua.optim.base import OneByOneOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
+from bagua.optim.group_optimizer import OneByOneOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 from bagua.primitives import orthonormal
 
 _EPSILON = 1e-8

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
-from bagua.optim.base import OneByOneOptimizer, begin_at_zero, check_not_negative
+from bagua.optim.group_optimizer import OneByOneOptimizer, begin_at_zero, check_not_negative
 
 Scale = Literal["spectral", "rms"]
 

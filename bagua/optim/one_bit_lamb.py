@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_numbers
-from bagua.optim.base import denominators
+from bagua.optim.group_optimizer import denominators
 from bagua.optim.qadam import QAdamOptimizer
 
 #: Bounds of a trust ratio in the warm-up.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_whole
-from bagua.optim.base import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
+from bagua.optim.group_optimizer import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 
 #: The exchange tells 256 values of the momentum apart: what is smaller than that is zero to it.
 _DEAD = 2.0**-16

@@ -14,9 +14,9 @@ from bagua.primitives.reducers import ErrorFeedback, SumReducer
 
 if TYPE_CHECKING:
     from bagua.primitives.codec_reducers import *
-    from bagua.primitives.decentralized import *
-    from bagua.primitives.dion import *
+    from bagua.primitives.directions import *
     from bagua.primitives.feedback import *
+    from bagua.primitives.neighbors import *
     from bagua.primitives.power_sgd import *
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
 #: What exact exchanges do without.
 _LATE = {
     "codec_reducers": ("AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer", "SparseReducer"),
-    "decentralized": ("DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"),
-    "dion": ("DionReducer",),
+    "neighbors": ("DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"),
+    "directions": ("DionReducer",),
     "feedback": ("EF21", "AveragedFeedback", "MomentumCorrection"),
     "power_sgd": ("PowerSGDReducer",),
 }

@@ -6,12 +6,12 @@ from bagua.late import late
 from bagua.topology.nodes import ranks_by_node
 
 if TYPE_CHECKING:
-    from bagua.topology.base import Topology, consensus_rate
     from bagua.topology.graphs import Complete, Ring, Torus
     from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical, weighted_by_size
     from bagua.topology.matchings import AlternatingRing, OnePeerExponential, ShiftOne
     from bagua.topology.names import available, create, register
     from bagua.topology.rounds import Edge, Neighbours, Round, Turn, check_round
+    from bagua.topology.topology import Topology, consensus_rate
 
 __all__ = [
     "AlternatingExponentialRing",
@@ -38,7 +38,7 @@ __all__ = [
 
 #: What is there once something mixes with neighbours.
 _LATE = {
-    "base": ("Topology", "consensus_rate"),
+    "topology": ("Topology", "consensus_rate"),
     "graphs": ("Complete", "Ring", "Torus"),
     "hosts": ("AlternatingExponentialRing", "Hierarchical", "weighted_by_size"),
     "matchings": ("AlternatingRing", "OnePeerExponential", "ShiftOne"),

@@ -6,8 +6,8 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from bagua.topology.base import Topology
 from bagua.topology.rounds import Edge, Round
+from bagua.topology.topology import Topology
 
 
 class _RegularGraph(Topology):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bagua.checks import check_kind
-from bagua.topology.base import Nodes, Topology
 from bagua.topology.matchings import OnePeerExponential
 from bagua.topology.nodes import ranks_by_node
 from bagua.topology.rounds import Edge, Round
+from bagua.topology.topology import Nodes, Topology
 
 
 def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:

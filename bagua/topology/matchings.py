@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bagua.topology.base import Nodes, Topology
 from bagua.topology.rounds import Round
+from bagua.topology.topology import Nodes, Topology
 
 
 @dataclass(frozen=True)

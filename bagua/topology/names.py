@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
-from bagua.topology.base import Topology
 from bagua.topology.graphs import Complete, Ring, Torus
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical
 from bagua.topology.matchings import AlternatingRing, OnePeerExponential, ShiftOne
+from bagua.topology.topology import Topology
 
 #: Prefix of names that stand for the hierarchical form of another topology.
 HIERARCHICAL = "hierarchical_"

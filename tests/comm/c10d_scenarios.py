@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.store.serving import connect_store
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from tests.comm.memory_ranks import membership
 
 BIG = 20_000_000

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 import bagua.comm
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.transports.base import Membership, Transport
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
+from bagua.comm.transports.contract import Membership, Transport
 from bagua.comm.transports.memory.line import Notice, rows
 from bagua.comm.transports.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
 from tests.contract.exercises import TENSOR_KINDS, CallSetting, perform

@@ -22,12 +22,12 @@ import bagua.comm
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
-from bagua.comm.transports.base import Membership
-from bagua.comm.transports.c10d import transport as c10d
+from bagua.comm.transports.c10d import torch_transport as c10d
 from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
 from bagua.comm.transports.c10d.handles import HostHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
-from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
+from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
+from bagua.comm.transports.contract import Membership
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore
 
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import notices as c10d_notices
 from bagua.comm.transports.failure.finder import FailureFinder, ended_error, lost_error
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox

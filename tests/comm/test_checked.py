@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 from bagua.comm.call import KIND_NUMBERS, Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.transports.base import DONE, Handle, Membership, Transport
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.checked import CheckedTransport, fingerprint_of
+from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import run_on_gloo, values
 

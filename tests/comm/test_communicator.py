@@ -11,7 +11,7 @@ from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.recorder import Statistics
 from bagua.comm.records.statistics import merge
 from bagua.comm.store.serving import thread_store
-from bagua.comm.transports.base import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -18,7 +18,7 @@ from bagua.comm.group import solo_group
 from bagua.comm.lifetime import turns
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.comm.torch_backend.starter import CallStarter
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.threads import Step, ThreadsTransport, inject_fault
 from bagua.errors import ConcurrentUseError
 from tests.comm.memory_ranks import run, values

@@ -17,7 +17,7 @@ from bagua.comm.store import bounded
 from bagua.comm.store.asking import consult, gather_values
 from bagua.comm.store.serving import connect_store
 from bagua.comm.torch_forms import tagged
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CollectiveTimeoutError
 from tests.interpreters import interpreter

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bagua.comm.transports.base import DONE
+from bagua.comm.transports.contract import DONE
 from bagua.comm.work import Composite, Work, joined
 from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError
 

@@ -13,7 +13,7 @@ from bagua.comm.call import Call
 from bagua.comm.non_member import NonMember
 from bagua.comm.operands import Intake
 from bagua.comm.transports import registry
-from bagua.comm.transports.base import DONE, Handle
+from bagua.comm.transports.contract import DONE, Handle
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.threads import ThreadsTransport
 

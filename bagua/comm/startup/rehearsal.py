@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.transports.base import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.comm.transports.registry import register_transport
 
 _NAME = "rehearsal"

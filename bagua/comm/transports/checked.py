@@ -30,8 +30,8 @@ from bagua.comm.call import (
     REDUCTIONS,
     Call,
 )
-from bagua.comm.transports.base import DONE, Handle, Joined, Transport
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
+from bagua.comm.transports.contract import DONE, Handle, Joined, Transport
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 
 _FACTS = 6

@@ -24,8 +24,8 @@ import torch
 from bagua.comm.call import Call
 from bagua.comm.reduction import divide
 from bagua.comm.store.asking import refuse_together
-from bagua.comm.transports.base import Handle, Membership, Transport
-from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.c10d.torch_transport import C10dTransport
+from bagua.comm.transports.contract import Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline

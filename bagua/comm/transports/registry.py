@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from bagua import env
 from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.transports.base import Membership, Transport
 from bagua.comm.transports.c10d.groups import knows
-from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
+from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
 from bagua.comm.transports.checked import CheckedTransport
+from bagua.comm.transports.contract import Membership, Transport
 from bagua.comm.transports.hybrid import HybridTransport
 from bagua.comm.transports.shm.transport import ShmTransport, shm_refusal
 from bagua.comm.transports.solo import SoloTransport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.transports.base import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.comm.transports.memory.copying import copy_pieces
 
 

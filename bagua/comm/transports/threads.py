@@ -15,7 +15,7 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.store.asking import gather_values, raise_refusals
-from bagua.comm.transports.base import Handle, Membership
+from bagua.comm.transports.contract import Handle, Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import FaultHook, Line, Notice, RankKilled, Slots, Step, Words
 from bagua.comm.transports.memory.peers import Peers

@@ -19,8 +19,8 @@ from bagua.checks import did_you_mean
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_private import backend_request, gloo_options, nccl_options, plugins
-from bagua.comm.transports.base import Membership
 from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
+from bagua.comm.transports.contract import Membership
 from bagua.errors import TransportUnavailableError
 
 _DESCRIPTORS = "/proc/self/fd"

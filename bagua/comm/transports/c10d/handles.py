@@ -20,9 +20,9 @@ import torch
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.long_wait import LongWait
-from bagua.comm.transports.base import Handle
 from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
 from bagua.comm.transports.c10d.monitor import StreamWatch, all_completed, monitor
+from bagua.comm.transports.contract import Handle
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
 

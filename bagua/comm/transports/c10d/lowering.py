@@ -113,7 +113,7 @@ class Lowering:
         self._all_to_all = method_of(group, "all_to_all_single")
 
     def start(self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float) -> Started:
-        """Start ``call``; see ``bagua.comm.transports.base`` for what the tensors are."""
+        """Start ``call``; see ``bagua.comm.transports.contract`` for what the tensors are."""
         started: Started = _STARTERS[call[0]](self, call, source, target, timeout_s)
         return started
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.comm.long_wait import LongWait
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
 from bagua.errors import (
     CollectiveTimeoutError,

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from bagua import env
 from bagua.comm.lifetime.forks import family
 from bagua.comm.store.asking import gather_values
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.errors import TransportUnavailableError
 
 #: How long ranks that are alive have to say that their call failed, too.

@@ -11,7 +11,7 @@ from functools import partial
 
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.turns import handlers_may_call
-from bagua.comm.transports.base import DONE, Handle, after
+from bagua.comm.transports.contract import DONE, Handle, after
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 

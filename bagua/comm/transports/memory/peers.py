@@ -12,7 +12,7 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.long_wait import LongWait
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import (
     Deadline,

@@ -35,7 +35,7 @@ import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
-from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Transport
+from bagua.comm.transports.contract import DONE, Arrivals, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words

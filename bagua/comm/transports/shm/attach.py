@@ -33,7 +33,7 @@ import torch
 from bagua.comm.startup.hosts import host_identity
 from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.bounded import bounded
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.shm.line import NONCE_BYTES
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
 from bagua.comm.transports.shm.segments import MappedSegment, Segment

@@ -12,7 +12,7 @@ from ctypes import memmove
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.transports.base import Membership
+from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_length
 from bagua.comm.transports.memory.line import FaultHook, Notice, rows
 from bagua.comm.transports.memory.peers import Peers

@@ -11,7 +11,7 @@ import torch
 
 from bagua import env
 from bagua.comm.lifetime.forks import family, forked_error
-from bagua.comm.transports.base import Handle, Membership, Transport
+from bagua.comm.transports.contract import Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.comm.transports.shm.attach import explained

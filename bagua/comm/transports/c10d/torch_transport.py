@@ -19,10 +19,10 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error
-from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
 from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
+from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import TransportUnavailableError
