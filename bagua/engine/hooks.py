@@ -17,7 +17,7 @@ import torch
 from bagua.comm import Recorder
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
-from bagua.engine.buckets.registration import require_outside, warn_of_unseen
+from bagua.engine.buckets.registration import require_outside, warn_of_accumulation, warn_of_unseen
 from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of, stepped_by
 from bagua.engine.joining import Joining
 from bagua.engine.reducer import Reducer
@@ -27,6 +27,8 @@ from bagua.errors import BaguaError
 from bagua.torch_private import accumulates, active_ddp, do_not_compile, when_backward_ends
 
 _log = logging.getLogger("bagua")
+#: Updates in a row with several steps: an update that is skipped makes such a one now and then.
+_UPDATES_UNTIL_TOLD = 3
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -127,6 +129,8 @@ class BackwardHooks:
         #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
         self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
         self._sentinels_fail = self._told_of_unseen = False
+        #: Steps since an optimizer stepped last, and how many updates in a row had several.
+        self._steps_of_update = self._wasteful_updates = 0
         #: Optimizers that have not stepped since the last pass that was seen, and those that an exchange waits for.
         self._due: set[int] = set()
         self._waiting_for: set[int] = set()
@@ -401,6 +405,7 @@ class BackwardHooks:
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
+        self._steps_of_update += 1
         scheduler = reducer.execution.scheduler
         if (scheduler is not None and scheduler.owes) or reducer.formation.to_compare is not None:
             self._wait_for_optimizers()
@@ -440,6 +445,8 @@ class BackwardHooks:
         """``optimizer`` has made its step: when the last has, exchange what waited for that."""
         if id(optimizer) not in self._due:
             self._step_unseen(optimizer)
+        if self._steps_of_update:
+            self._count_update(self._steps_of_update)
         self._stepped = True
         self._due.discard(id(optimizer))
         self._waiting_for.discard(id(optimizer))
@@ -450,6 +457,14 @@ class BackwardHooks:
             if not self._was_entered and self.joining is None:  # A method of the model has the loss.
                 self.enter_step()
                 self._entered = False
+
+    def _count_update(self, steps: int) -> None:
+        """An update came after so many steps: say once if several of them were exchanged, update for update."""
+        self._steps_of_update = 0
+        self._wasteful_updates = self._wasteful_updates + 1 if steps > 1 else 0
+        if self._wasteful_updates == _UPDATES_UNTIL_TOLD and self._several and self.reducer.group.rank == 0:
+            buckets = self.reducer.buckets if self.reducer.phases.follows_gradients else ()
+            warn_of_accumulation(steps, sum(bucket.nbytes for bucket in buckets))
 
     def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from functools import partial
@@ -165,3 +166,32 @@ def test_debug_says_what_is_exchanged_and_info_does_not(thread_ranks, caplog):
         assert caplog.text.count("rank 1: from step 0 on ByteGradAlgorithm(") == times
     assert "buckets of " in caplog.text
     assert "0.weight" in caplog.text
+
+
+#: Passes of each update, with ``True`` for those in ``no_sync``; and how often something is said.
+ACCUMULATED = {
+    "all exchanged": ([[False, False]] * 4, 1),
+    "the last one exchanged": ([[True, False]] * 4, 0),
+    "now and then an update is skipped": ([[False, False], [False]] * 4, 0),
+    "one pass each": ([[False]] * 8, 0),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+@pytest.mark.parametrize(("updates", "times"), ACCUMULATED.values(), ids=ACCUMULATED)
+def test_passes_of_one_update_that_are_all_exchanged_are_told_once(thread_ranks, caplog, algorithm, updates, times):
+    def train() -> None:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = bagua.with_bagua(model, optimizer, algorithm)
+        for passes in updates:
+            for alone in passes:
+                with wrapped.no_sync() if alone else contextlib.nullcontext():
+                    wrapped(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with caplog.at_level(logging.WARNING, "bagua"):
+        thread_ranks(2, train)
+    assert caplog.text.count("came after 2 backward passes that were exchanged") == times
+    assert caplog.text.count("0.00387 MB of gradients where 0.00194 MB suffice") == times * (algorithm != "local_sgd")

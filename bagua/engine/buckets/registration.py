@@ -373,3 +373,18 @@ def warn_of_unseen(optimizers: Sequence[torch.optim.Optimizer], stepped: torch.o
         optimizers.index(stepped),
         type(stepped).__name__,
     )
+
+
+def warn_of_accumulation(steps: int, nbytes: int) -> None:
+    """Say that gradients of one update are exchanged more than once.
+
+    Args:
+        steps: backward passes before one update.
+        nbytes: bytes of all gradients; 0 where other things are exchanged.
+    """
+    sizes = f", {steps * nbytes / 1e6:.3g} MB of gradients where {nbytes / 1e6:.3g} MB suffice" if nbytes else ""
+    _log.warning(
+        "each of the last updates came after %d backward passes that were exchanged%s: run all but the last forward "
+        "and backward pass of an update inside model.no_sync()",
+        *(steps, sizes),
+    )
