@@ -34,14 +34,14 @@ def wait_for_keys(
         >>> wait_for_keys(HashStore(), ["missing"], time.monotonic() + 0.01)
         False
     """
-    pause_s = _FIRST_PAUSE_S
+    pause_s, longest_s = getattr(bottom_of(store), "pauses_s", (_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return False
         if meanwhile is not None:
             meanwhile()
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, longest_s)
     return True
 
 

@@ -7,11 +7,13 @@ import re
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistNetworkError, HashStore, Store, TCPStore, rendezvous
 
 from bagua.checks import check_kind
 from bagua.comm.store.bounded import BoundedStore
+from bagua.comm.store.bucket import BUCKET, open_bucket
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.keys import behind_token
 from bagua.comm.store.polled import PolledStore
@@ -20,7 +22,7 @@ from bagua.errors import ConfigurationError, StoreLostError
 _LOOPBACK = "127.0.0.1"
 #: Torch's own.
 _TIMEOUT = timedelta(seconds=300)
-_FORMS = "tcp://host:port, or etcd://host:port,host:port,..."
+_FORMS = "tcp://host:port, etcd://host:port,host:port,..., or file://, s3://, gs:// or az:// with a path"
 _ETCD = re.compile(r"etcd://(?P<servers>[^/]+)/?")
 _ETCD_PORT = 2379
 #: Of one request, over all servers. An election takes up to 3 s with the default settings of etcd.
@@ -121,19 +123,22 @@ def meet_at(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[S
 # Stores of islands.
 
 
-def open_store(where: str, timeout_s: float) -> Store:
+def open_store(where: str, timeout_s: float, objects: Any = None) -> Store:
     """The store at ``where``; every call to it ends within seconds, whatever becomes of the store.
 
     Args:
         where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
-            with the servers of an etcd cluster.
+            with the servers of an etcd cluster; or a bucket, see ``open_bucket``.
         timeout_s: how long to wait until somebody listens there, and later for keys, in seconds.
+        objects: store of obstore for a bucket; None for others, or to make one from the environment.
 
     Raises:
         ConfigurationError: ``where`` has another form.
         StoreLostError: nothing listens there.
     """
     check_kind(str, _FORMS, where=where)
+    if objects is not None or BUCKET.fullmatch(where):
+        return open_bucket(where, timeout_s, objects)
     tcp, etcd = _TCP.fullmatch(where), _ETCD.fullmatch(where)
     servers = [_server(text) for text in etcd["servers"].split(",")] if etcd is not None else []
     if servers and None not in servers:
@@ -144,7 +149,7 @@ def open_store(where: str, timeout_s: float) -> Store:
             "not the address of a store where islands meet",
             argument="where",
             expected=_FORMS,
-            seen=repr(where),
+            seen="one with an @ or a ?, which may hold a secret" if {"@", "?"} & {*where} else repr(where),
             advice="Start one with: baguarun --serve-islands",
         )
     host, port = tcp["host"].strip("[]"), int(tcp["port"])

@@ -1,0 +1,66 @@
+"""Buckets for tests: a folder, and S3 as moto serves it on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bagua.comm.store.bucket import BucketStore, ObjectBucket, RequestHook, open_bucket
+
+needs_obstore = pytest.mark.skipif(importlib.util.find_spec("obstore") is None, reason="obstore is not installed")
+needs_moto = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("obstore", "moto", "flask", "boto3")),
+    reason="moto's server is not installed",
+)
+_numbers = itertools.count()
+#: They must appear in no message.
+KEY, SECRET = "AKIAEXAMPLEKEY", "averysecretword"
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """The address of a server of S3."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+        boto3.DEFAULT_SESSION = None
+
+
+def new_s3(endpoint: str) -> Any:
+    """A bucket of its own on the server, as a store of obstore."""
+    import boto3
+    from obstore.store import S3Store
+
+    name = f"bagua-test-{next(_numbers)}"
+    given = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
+    client = boto3.session.Session().client("s3", endpoint_url=endpoint, **given)
+    client.create_bucket(Bucket=name)
+    client.close()
+    return S3Store(
+        name, prefix="run", endpoint=endpoint, access_key_id=KEY, secret_access_key=SECRET, region="us-east-1",
+        client_options={"allow_http": True},
+    )  # fmt: skip
+
+
+def opened(where: str, objects: Any = None, hook: RequestHook | None = None, timeout_s: float = 20.0) -> BucketStore:
+    """A store of its own in the bucket, as another process has one."""
+    store = open_bucket(where, timeout_s, objects)
+    store.bucket.hook = hook
+    return store
+
+
+def names(bucket: ObjectBucket, prefix: str = "objects") -> list[str]:
+    """Names of the objects that begin so."""
+    return sorted(bucket.list(prefix))
