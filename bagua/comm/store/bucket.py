@@ -27,6 +27,8 @@ T = TypeVar("T")
 BUCKET = re.compile(r"(?P<scheme>file|s3|gs|az)://(?P<path>[^@?#]+)")
 #: Of one request: retries of the client, and the seconds in which they happen.
 _RETRIES, _RETRY_S = 3, 10.0
+#: Parts of a large object that are under way at once.
+_UPLOADS = 4
 #: Seconds between two looks whether an object is there: the first in a folder and in a bucket, growth, and the longest.
 _FIRST_S = {"file": 0.002}
 _FIRST_REMOTE_S, _GROWTH, _LONGEST_S = 0.05, 1.5, 2.0
@@ -58,6 +60,9 @@ class ObjectBucket:
         self._objects = objects
         self.where = where
         self.first_pause_s = first_pause_s
+        #: A folder writes an object at once; to a server large ones go in parts, few at a time, each within its limit.
+        is_folder = where.startswith("file:")
+        self._parts: dict[str, Any] = {"use_multipart": False} if is_folder else {"max_concurrency": _UPLOADS}
         self.requests = 0
         self.hook: RequestHook | None = None
         self.leftovers: list[str] = []
@@ -72,7 +77,7 @@ class ObjectBucket:
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Write an object, in the place of one that is there."""
-        self._ask("put", name, lambda: self._obstore.put(self._objects, name, content))
+        self._ask("put", name, lambda: self._obstore.put(self._objects, name, content, **self._parts))
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object unless there is one; whether there was none. It may be this process's own, sent twice."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bagua import env
 from bagua.comm.startup.choice import TORCH_NAME
+from bagua.comm.transports.bucket import BucketTransport
 from bagua.comm.transports.c10d.groups import knows
 from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
 from bagua.comm.transports.checked import CheckedTransport
@@ -25,7 +26,7 @@ class _Registered(NamedTuple):
     refusal: Callable[[], Exception | None] | None
 
 
-_registered: dict[str, _Registered] = {}
+_registered: dict[str, _Registered] = {"bucket": _Registered(BucketTransport, None)}
 
 
 def register_transport(

@@ -1,0 +1,207 @@
+"""Collectives over a bucket: the values of threads, bit by bit, what members do wrong, and what stays behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from bagua.comm import ReduceOp, group_of_seats, thread_store
+from bagua.comm.transports import bucket as transport_module
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    TransportUnavailableError,
+)
+from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
+
+pytestmark = needs_obstore
+
+
+def on_seats(size, open_store, backend, job, name="epoch1"):
+    """What ``job(group)`` returned, or raised, on each of ``size`` members, which are threads."""
+    found = [None] * size
+
+    def member(seat):
+        store = open_store()
+        try:
+            group = group_of_seats(store, range(size), seat, name, backend=backend, timeout_s=20.0, meet_s=20.0)
+        except TransportUnavailableError as error:
+            found[seat] = error
+            return
+        try:
+            found[seat] = job(group)
+        except Exception as error:
+            found[seat] = error
+        finally:
+            group.close()
+
+    threads = [threading.Thread(target=member, args=(seat,)) for seat in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def in_folder(folder):
+    return lambda: opened(f"file://{folder}/run")
+
+
+def drawn(rank, numel, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    if dtype is torch.bool:
+        return torch.rand(numel, generator=generator) > 0.5
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(-5, 5, (numel,), generator=generator).to(dtype)
+
+
+def everything(group):
+    """Results of all collectives."""
+    comm, rank, size = group.global_communicator, group.rank, group.size
+    found = []
+    for numel in (1, 7, 1000):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            own = drawn(rank, numel, dtype)
+            for op in (ReduceOp.SUM, ReduceOp.MAX):
+                summed = own.clone()
+                comm.allreduce(summed, op)
+                reduced = own.clone()
+                comm.reduce(reduced, size - 1, op)
+                share = torch.empty(numel, dtype=dtype)
+                comm.reduce_scatter(share, drawn(rank, size * numel, dtype), op)
+                found += [summed, reduced, share]
+            gathered = torch.empty(size * numel, dtype=dtype)
+            comm.allgather(gathered, own)
+            swapped = torch.empty(size * numel, dtype=dtype)
+            comm.alltoall(swapped, drawn(rank, size * numel, dtype))
+            sent = own.clone()
+            comm.broadcast(sent, 1)
+            scattered = torch.empty(numel, dtype=dtype)
+            comm.scatter(scattered, drawn(rank, size * numel, dtype) if rank == 0 else None, 0)
+            collected = torch.empty(size * numel, dtype=dtype) if rank == 1 else None
+            comm.gather(collected, own, 1)
+            found += [gathered, swapped, sent, scattered, *([collected] if rank == 1 else [])]
+    mean = drawn(rank, 5, torch.float32)
+    comm.allreduce(mean, ReduceOp.AVG)
+    work = comm.allreduce(drawn(rank, 9, torch.float64), async_op=True)
+    work.wait()
+    counts = [(rank + other) % 3 for other in range(size)]
+    received = torch.empty(sum((other + rank) % 3 for other in range(size)))
+    comm.alltoall_v(received, drawn(rank, sum(counts), torch.float32), counts, counts)
+    comm.barrier()
+    return [*found, mean, work.result(), received, comm.allgather_object({"rank": rank})]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("slices", [False, True])
+def test_all_collectives_give_the_bits_of_threads(tmp_path, monkeypatch, size, slices):
+    if slices:
+        monkeypatch.setattr(transport_module, "_SMALL_BYTES", 0)
+        monkeypatch.setattr(transport_module, "PIECE_BYTES", 256)
+    found = on_seats(size, in_folder(tmp_path), "bucket", everything)
+    store = thread_store()
+    for ours, theirs in zip(found, on_seats(size, lambda: store, "threads", everything), strict=True):
+        assert not isinstance(ours, Exception), ours
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gloo
+def test_two_members_have_the_bits_of_gloo(tmp_path):
+    def exchange(group):
+        own = drawn(group.rank, 5000, torch.float32)
+        group.global_communicator.allreduce(own, ReduceOp.AVG)
+        return own
+
+    store = thread_store()
+    ours = on_seats(2, in_folder(tmp_path), "bucket", exchange)
+    theirs = on_seats(2, lambda: store, "gloo", exchange)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@needs_moto
+def test_s3_gives_the_same(monkeypatch):
+    monkeypatch.setattr(transport_module, "_SMALL_BYTES", 0)
+
+    def exchange(group):
+        own = drawn(group.rank, 100_000, torch.float32)
+        group.global_communicator.allreduce(own)
+        return own
+
+    with s3_server() as endpoint:
+        objects = new_s3(endpoint)
+        found = on_seats(4, lambda: opened("s3://bucket/run", objects), "bucket", exchange)
+    expected = drawn(0, 100_000, torch.float32)
+    for rank in range(1, 4):
+        expected = expected + drawn(rank, 100_000, torch.float32)
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_who_calls_something_else_is_named(tmp_path):
+    def differ(group):
+        group.global_communicator.allreduce(torch.ones(3 + group.rank))
+
+    found = on_seats(2, in_folder(tmp_path), "bucket", differ)
+    assert any(isinstance(error, CollectiveMismatchError) for error in found), found
+    assert all(isinstance(error, CollectiveMismatchError | PeerLostError) for error in found), found
+
+
+def test_an_abort_reaches_those_who_wait(tmp_path):
+    def leave(group):
+        if group.rank == 1:
+            group.abort("it has had enough")
+        group.global_communicator.allreduce(torch.ones(3))
+
+    first, second = on_seats(2, in_folder(tmp_path), "bucket", leave)
+    assert isinstance(first, PeerLostError)
+    assert first.peers == (1,)
+    assert "it has had enough" in str(first)
+    assert isinstance(second, CommunicatorClosedError)
+
+
+def test_who_does_not_come_in_time_is_named(tmp_path):
+    come = threading.Event()
+
+    def wait(group):
+        if group.rank == 1:
+            come.wait(30)
+            return
+        try:
+            group.global_communicator.allreduce(torch.ones(3), timeout=0.2)
+        finally:
+            come.set()
+
+    found = on_seats(2, in_folder(tmp_path), "bucket", wait)
+    assert isinstance(found[0], CollectiveTimeoutError)
+    assert found[0].peers == (1,)
+
+
+def test_messages_and_stores_of_another_kind_are_refused(tmp_path):
+    def send(group):
+        group.global_communicator.send(torch.ones(1), 1 - group.rank)
+
+    assert all(isinstance(one, TransportUnavailableError) for one in on_seats(2, in_folder(tmp_path), "bucket", send))
+    store = thread_store()
+    found = on_seats(2, lambda: store, "bucket", lambda group: None)
+    assert all(isinstance(one, TransportUnavailableError) for one in found)
+
+
+def test_what_is_read_by_all_is_deleted_by_its_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_module, "_MOST_NAMES", 1)
+    store = opened(f"file://{tmp_path}/run")
+
+    def exchange(group):
+        for number in range(6):
+            group.global_communicator.allreduce(torch.ones(3) * number)
+
+    assert on_seats(2, lambda: store, "bucket", exchange) == [None, None]
+    left = names(store.bucket)
+    assert len(left) == 2  # Of each member its last object, which the other may still read.
+    assert len(store.bucket.leftovers) == 2
+
+    assert on_seats(2, lambda: store, "bucket", exchange, name="epoch2") == [None, None]
+    assert not {*left} & {*names(store.bucket)}
