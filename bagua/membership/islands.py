@@ -28,6 +28,7 @@ from bagua.comm import (
     Store,
     as_group,
     as_seconds,
+    bucket_of,
     close_store,
     get_default_group,
     is_initialized,
@@ -50,6 +51,8 @@ from bagua.membership.state import Attempt, Deadlines, MemberState, Samples, Tra
 
 _log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
+#: Each sign of life, and each look, is a request that takes tens of milliseconds and costs money.
+_DEADLINES_OF_BUCKETS = Deadlines(beat_s=2.0, silence_s=20.0, suspect_s=6.0, meet_s=60.0, poll_s=0.5)
 
 
 class Members(NamedTuple):
@@ -78,8 +81,8 @@ class Islands:
         minimum: smallest number of islands that may go on; None for more than half of those before.
         name: name of the run.
         timeout_s: how long to wait for others, in seconds.
-        backend: name of the backend that connects islands.
-        deadlines: how often to look, and how long silence may last.
+        backend: name of the backend that connects islands; None for the one that the store needs.
+        deadlines: how often to look, and how long silence may last; None for those that suit the store.
         group: ranks of this island, which all make this object; it is closed with it. None for a process alone.
         checkpoint: file for the state if the store is lost; see ``join_islands``.
         resume: file with the state that the run begins with; see ``join_islands``.
@@ -101,13 +104,17 @@ class Islands:
         minimum: int | None,
         name: str,
         timeout_s: float,
-        backend: str = "gloo",
-        deadlines: Deadlines = _DEADLINES,
+        backend: str | None = None,
+        deadlines: Deadlines | None = None,
         group: ProcessGroup | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> None:
-        deadlines = dataclasses.replace(deadlines, timeout_s=timeout_s)
+        self._bucket = bucket_of(store)
+        backend = backend or ("gloo" if self._bucket is None else "bucket")
+        is_slow = self._bucket is not None and not self._bucket.is_folder
+        usual = _DEADLINES_OF_BUCKETS if is_slow else _DEADLINES
+        deadlines = dataclasses.replace(deadlines or usual, timeout_s=timeout_s)
         self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
@@ -146,10 +153,12 @@ class Islands:
         Returns:
             ``comm/alive``, ``comm/epoch_members`` and ``comm/contributed``: numbers of the islands that ``members``
             names. ``comm/bytes_between_islands``: bytes that this rank has sent to other islands, at least.
+            ``comm/requests``: requests that this rank has made to a bucket, where islands meet in one.
         """
         names = ("comm/alive", "comm/epoch_members", "comm/contributed")
         found = {name: float(len(seats)) for name, seats in zip(names, self.members(), strict=True)}
-        return {**found, "comm/bytes_between_islands": float(self._counterparts.sent_bytes)}
+        found["comm/bytes_between_islands"] = float(self._counterparts.sent_bytes)
+        return found if self._bucket is None else {**found, "comm/requests": float(self._bucket.requests)}
 
     def why(self) -> str:
         """Who takes part and why, in words: what is waited for, and what led to each epoch, latest first."""
@@ -388,6 +397,7 @@ def join_islands(
     process_group: Group | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    store: object = None,
 ) -> Islands:
     """Join the islands that train together and may come and go. Returns at once, as soon as the store answers.
 
@@ -397,7 +407,9 @@ def join_islands(
 
     Args:
         where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
-            with the servers of an etcd cluster; None for ``BAGUA_ISLANDS``.
+            with the servers of an etcd cluster; or a bucket that all islands can write to, where none reaches another
+            one: ``file:///path``, ``s3://bucket/path``, ``gs://bucket/path`` or ``az://container/path``, with the extra
+            ``bucket``. None for ``BAGUA_ISLANDS``.
         size: islands that begin together; None for ``minimum``, or for one, which others may join.
         minimum: islands that may go on when others are lost; None for more than half.
         name: name of the run; another run over the same store needs another one. None for ``default``.
@@ -409,6 +421,8 @@ def join_islands(
             stand for its numbers; the ranks of one island need the latter. None for no file.
         resume: such a file, from which the run begins, over a new store. All islands pass one; that of the island with
             the lowest seat counts. Who comes when the run has begun reads none. None to begin with the model as it is.
+        store: store of the package obstore, through which the bucket at ``where`` is reached; None to make one from the
+            usual variables of the environment.
 
     Returns:
         The islands, with the seat of this one.
@@ -445,17 +459,17 @@ def join_islands(
     begin, chosen_name = size or minimum or 1, name or "default"
     facts = [f"where={found}", f"size={begin}", f"minimum={minimum}", f"name={chosen_name}", f"timeout={timeout_s:g}"]
     group = _ranks_of_island(process_group)
-    store: Store | None = None
+    opened: Store | None = None
     try:
         check_place(1 if group is None else group.size, checkpoint=checkpoint, resume=resume)
-        store = _opened_together(found, facts, timeout_s, group)
+        opened = _opened_together(found, facts, timeout_s, group, store)
         return Islands(
-            store, found, size=begin, minimum=minimum, name=chosen_name, timeout_s=timeout_s, group=group,
+            opened, found, size=begin, minimum=minimum, name=chosen_name, timeout_s=timeout_s, group=group,
             checkpoint=checkpoint, resume=resume,
         )  # fmt: skip
     except BaseException:
-        if store is not None:
-            close_store(store)
+        if opened is not None:
+            close_store(opened)
         if group is not None:
             group.close()
         raise
@@ -469,7 +483,9 @@ def _ranks_of_island(process_group: Group | None) -> ProcessGroup | None:
     return group.duplicate("islands") if group.size > 1 else None
 
 
-def _opened_together(where: str, facts: list[str], timeout_s: float, group: ProcessGroup | None) -> Store:
+def _opened_together(
+    where: str, facts: list[str], timeout_s: float, group: ProcessGroup | None, objects: object
+) -> Store:
     """The store, if all ranks of the island ask for the same one, and reach it. Collective.
 
     Raises:
@@ -478,7 +494,7 @@ def _opened_together(where: str, facts: list[str], timeout_s: float, group: Proc
     """
     failure: BaguaError | None = None
     try:
-        store = open_store(where, timeout_s)
+        store = open_store(where, timeout_s, objects)
     except BaguaError as error:
         failure = error
     stranger = Island(group).compare(facts, "" if failure is None else failure.problem)

@@ -50,6 +50,7 @@ class ObjectBucket:
         first_pause_s: seconds until an object that was missing is looked for again.
 
     Attributes:
+        is_folder: True for a folder of a file system, whose requests take no time to speak of.
         requests: requests made, retries of the client not counted.
         hook: called before and after each request.
         leftovers: names that a communicator, which is closed, has left; the next one deletes them.
@@ -61,8 +62,8 @@ class ObjectBucket:
         self.where = where
         self.first_pause_s = first_pause_s
         #: A folder writes an object at once; to a server large ones go in parts, few at a time, each within its limit.
-        is_folder = where.startswith("file:")
-        self._parts: dict[str, Any] = {"use_multipart": False} if is_folder else {"max_concurrency": _UPLOADS}
+        self.is_folder = where.startswith("file:")
+        self._parts: dict[str, Any] = {"use_multipart": False} if self.is_folder else {"max_concurrency": _UPLOADS}
         self.requests = 0
         self.hook: RequestHook | None = None
         self.leftovers: list[str] = []

@@ -124,6 +124,7 @@ class BucketTransport(Transport):
             return
         self._end = (self._own if culprit is None else culprit, reason)
         self._ended.set()
+        self._older.append(f"{self._home}/end")
         word = json.dumps([self._own, *self._end]).encode()
         bounded(partial(self._bucket.create, f"{self._home}/end", word), _FAREWELL_S)
 

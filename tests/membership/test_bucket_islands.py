@@ -1,0 +1,129 @@
+"""Islands that train through a bucket: the weights of islands with a network, requests, and what stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from bagua.algorithms.local.diloco import DiLoCoAlgorithm
+from bagua.comm import serve_store_at
+from bagua.membership import Islands, join_islands
+from bagua.parallel import with_bagua
+from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.training import QUICK, check_rows, new_store, run, train, until, wrapped
+
+pytestmark = needs_obstore
+FORMS = {
+    "plain": {},
+    "codec": {"codec": "int4", "error_feedback": True},
+    "fragments": {"fragments": 4},
+}
+
+
+@contextlib.contextmanager
+def island(store, size, backend=None, **options):
+    """One of the islands that meet in a bucket, or that ``backend`` connects."""
+    wanted = {"minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK, **options}
+    with Islands(store, "the store", size=size, backend=backend, **wanted) as islands:
+        yield islands
+
+
+def model_of(seat):
+    """A model of several parameters that no two islands begin with."""
+    sizes = [(3, 8), (8, 8), (8, 8), (8, 1)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    generator = torch.Generator().manual_seed(seat)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def weights_after(islands, options, outer_steps=5, period=4):
+    """All weights after so many outer steps, and the seat."""
+    model = model_of(islands.seat)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = with_bagua(model, optimizer, DiLoCoAlgorithm(period, **options), between=islands)
+    generator = torch.Generator().manual_seed(100 + islands.seat)
+    for _ in range(outer_steps * period + 1):
+        data = torch.randn(4, 3, generator=generator)
+        optimizer.zero_grad()
+        (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    assert all(one.isfinite().all() for one in model.parameters())
+    return islands.seat, torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+def all_weights(size, open_store, backend, options):
+    """The weights of each island, by seat."""
+
+    def job():
+        with island(open_store(), size, backend) as islands:
+            return weights_after(islands, options)
+
+    ends = run(size, job)
+    assert not [end for end in ends if isinstance(end, BaseException)], ends
+    return dict(ends)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_path, size, form):
+    ours = all_weights(size, lambda: opened(f"file://{tmp_path}/run"), None, FORMS[form])
+    store = new_store()
+    theirs = all_weights(size, lambda: store, "threads", FORMS[form])
+    assert ours.keys() == theirs.keys() == {*range(size)}
+    assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "fragments"), (3, "codec")])
+def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, form):
+    def over(where):
+        def job():
+            with join_islands(where, size, timeout=60) as islands:
+                return weights_after(islands, FORMS[form])
+
+        ends = run(size, job)
+        assert not [end for end in ends if isinstance(end, BaseException)], ends
+        return dict(ends)
+
+    served, where = serve_store_at("127.0.0.1", 0)
+    ours, theirs = over(f"file://{tmp_path}/run"), over(where)
+    del served
+    assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
+
+
+@pytest.mark.threads
+@needs_moto
+def test_islands_train_through_s3_and_count_their_requests():
+    with s3_server() as endpoint:
+        objects = new_s3(endpoint)
+
+        def job():
+            with join_islands("s3://bucket/run", 2, timeout=60, store=objects) as islands:
+                assert islands._state.deadlines.beat_s == 2.0
+                rows = train(islands, wrapped(islands, "diloco"), 4)
+                return rows, islands.metrics()["comm/requests"]
+
+        ends = run(2, job)
+        assert not [end for end in ends if isinstance(end, BaseException)], ends
+        assert check_rows("diloco", [rows for rows, _ in ends]) == [(0, 1)] * 2
+        assert all(requests > 20 for _, requests in ends)
+
+
+@pytest.mark.threads
+def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
+    store = opened(f"file://{tmp_path}/run")
+
+    def job(steps):
+        with island(opened(f"file://{tmp_path}/run"), 2, name=f"{steps} steps") as islands:
+            train(islands, wrapped(islands, "diloco"), steps)
+            until(lambda: islands.members().contributed)
+            return len(names(store.bucket))
+
+    few, many = max(run(2, job, 20)), max(run(2, job, 200))
+    assert many < few + 100
