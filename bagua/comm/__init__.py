@@ -65,6 +65,7 @@ from bagua.comm.pipeline import CallOptions as CallOptions
 from bagua.comm.pieces.fetching import PhaseDeadline as PhaseDeadline
 from bagua.comm.pieces.fetching import Fetch as Fetch, ask_now as ask_now
 from bagua.comm.pieces.server import PieceServer as PieceServer, Source as Source
+from bagua.comm.pieces.shelf import PieceShelf as PieceShelf
 from bagua.comm.records.recorder import (
     LATE_SHARE as LATE_SHARE,
     CallRecord as CallRecord,
@@ -82,7 +83,11 @@ from bagua.comm.startup.rehearsal import rehearsal_group as rehearsal_group
 from bagua.comm.startup.seats import group_of_seats as group_of_seats
 from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
-from bagua.comm.store.bucket import bucket_of as bucket_of, open_bucket as open_bucket
+from bagua.comm.store.bucket import (
+    ObjectBucket as ObjectBucket,
+    bucket_of as bucket_of,
+    open_bucket as open_bucket,
+)
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.cells import Cells as Cells
 from bagua.comm.store.serving import (

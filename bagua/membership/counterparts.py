@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm import PhaseDeadline, ProcessGroup, Store, group_of_seats
+from bagua.comm import PhaseDeadline, ProcessGroup, Store, bucket_of, group_of_seats
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -45,7 +45,8 @@ class Counterparts:
     def __init__(self, state: MemberState, store: Store, backend: str, tell: Callable[[Epoch], None]) -> None:
         self._state, self._store, self._backend, self._tell = state, store, backend, tell
         self._connecting = PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
-        self.donor, self.receiver = Donor(state), Receiver(state)
+        bucket = bucket_of(store)
+        self.donor, self.receiver = Donor(state, bucket), Receiver(state, bucket)
         self._sent_before = 0
         self.busy = False
 

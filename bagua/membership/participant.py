@@ -270,6 +270,7 @@ class Participant:
     def _lead_rest(self, *, changes: bool) -> None:
         with self._island.leading(self._outcome):
             if changes:
+                self._counterparts.donor.tell_step()
                 self._state.standing = self._standing.stop(resting=True)
                 self._state.tell(report=self._standing.report)
                 self._change()

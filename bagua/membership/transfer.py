@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_later
+from bagua.comm import (
+    Fetch,
+    ObjectBucket,
+    PhaseDeadline,
+    PieceServer,
+    PieceShelf,
+    Source,
+    ask_now,
+    decode,
+    encoded_later,
+)
 from bagua.errors import (
     BaguaError,
     CollectiveTimeoutError,
@@ -38,11 +48,13 @@ class Donor:
 
     Args:
         state: state of the rank.
+        bucket: where newcomers find it; None if they connect with this rank.
     """
 
-    def __init__(self, state: MemberState) -> None:
+    def __init__(self, state: MemberState, bucket: ObjectBucket | None = None) -> None:
         self._state = state
-        self._server = PieceServer(lambda: [*state.at])
+        self._shelf = None if bucket is None else PieceShelf(bucket, lambda: [*state.at])
+        self._server = self._shelf or PieceServer(lambda: [*state.at])
 
     def offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state after the exchange that is told, in the epoch that is told with it."""
@@ -69,6 +81,11 @@ class Donor:
         """Wait until all of the state is copied, which is about to change."""
         self._server.wait_until_filled()
 
+    def tell_step(self) -> None:
+        """Say how far this rank is, where newcomers cannot ask it."""
+        if self._shelf is not None and self.offered >= 0:
+            self._shelf.tell_now()
+
     def withdraw(self) -> None:
         """Offer nothing any more, and give the memory back."""
         if self.offered >= 0:
@@ -86,13 +103,14 @@ class Receiver:
 
     Args:
         state: state of the rank.
+        bucket: where members put theirs; None if this rank connects with them.
 
     Attributes:
         exchange: number of the last exchange that is part of what was received; -1 before.
     """
 
-    def __init__(self, state: MemberState) -> None:
-        self._state = state
+    def __init__(self, state: MemberState, bucket: ObjectBucket | None = None) -> None:
+        self._state, self._bucket = state, bucket
         self._timeout_s = state.deadlines.timeout_s
         self._deadline = PhaseDeadline(self._timeout_s)
         self._contents: dict[str, bytearray] = {}
@@ -140,7 +158,7 @@ class Receiver:
             self._sources.update(found)
             return list(found)
 
-        fetch = Fetch(self._contents, kept, self._deadline)
+        fetch = Fetch(self._contents, kept, self._deadline, self._bucket)
         fetched = fetch.run(find, self._state.deadlines.beat_s / 4)
         if fetched is None:
             whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
@@ -187,7 +205,7 @@ class Receiver:
 
     def latest_step(self) -> int:
         """The last step of any member that holds the same state, as far as they answer; -1 if none does."""
-        ends = [ask_now(source, min(self._timeout_s, 1.0)) for source in self._sources]
+        ends = [ask_now(source, min(self._timeout_s, 1.0), self._bucket) for source in self._sources]
         return max((end[1] for end in ends if end is not None and end[0] == self.exchange), default=-1)
 
     def take(self, step: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
 
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm
-from bagua.comm import serve_store_at
+from bagua.comm import Fetch, PhaseDeadline, PieceShelf, ask_now, serve_store_at
 from bagua.membership import Islands, join_islands
 from bagua.parallel import with_bagua
 from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
-from tests.membership.training import QUICK, check_rows, new_store, run, train, until, wrapped
+from tests.membership.training import PERIOD, QUICK, check_rows, new_store, run, run_numbered, train, until, wrapped
 
 pytestmark = needs_obstore
 FORMS = {
@@ -127,3 +128,57 @@ def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
 
     few, many = max(run(2, job, 20)), max(run(2, job, 200))
     assert many < few + 100
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("algorithm", ["diloco", "slowmo"])
+def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algorithm):
+    """It has the state before it comes in, and trains on from where the others are; nobody listens on a port."""
+    monkeypatch.setattr("bagua.comm.pieces.server._Server", None)
+    came, seen, inside = threading.Event(), threading.Event(), threading.Event()
+
+    def job(number):
+        if number == 2:
+            assert seen.wait(60)
+        with island(opened(f"file://{tmp_path}/run"), 2) as islands:
+            if number == 2:
+                came.set()
+            model = wrapped(islands, algorithm)
+            if number == 2:
+                inside.set()
+
+            def let_in(step):
+                if step == PERIOD + 1 and number < 2:
+                    seen.set()
+                    assert came.wait(60)
+                    until(lambda: islands.rest() or 2 in islands.members().in_epoch)
+                    assert inside.wait(60)
+
+            return train(islands, model, 5 * PERIOD, let_in)
+
+    rows = run_numbered(3, job)
+    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
+    assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    left = names(opened(f"file://{tmp_path}/run").bucket)
+    assert not [name for name in left if name.startswith("objects/state-")]
+
+
+def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr("bagua.comm.pieces.shelf.PIECE_BYTES", 100)
+    monkeypatch.setattr("bagua.comm.pieces.server.PIECE_BYTES", 100)
+    monkeypatch.setattr("bagua.comm.pieces.fetching.PIECE_BYTES", 100)
+    bucket = opened(f"file://{tmp_path}/run").bucket
+    contents = {"a": bytearray(range(256)) * 4, "b/../c": bytearray(b"1234567"), "empty": bytearray()}
+    shelves = [PieceShelf(bucket, lambda number=number: [number]) for number in range(2)]
+    sources = [one.offer(contents, lambda: None) for one in shelves]
+    leader, found = Fetch({}, frozenset(), PhaseDeadline(60.0), bucket).run(lambda: sources)
+    assert (leader in sources, found) == (True, contents)
+    shelves[1].tell_now()
+    assert [ask_now(source, 1.0, bucket) for source in sources] == [None, [1]]
+    for shelf in shelves:
+        shelf.close()
+        shelf.close()
+    assert not names(bucket)
+    failures = Fetch({}, frozenset(), PhaseDeadline(0.05), bucket)
+    assert failures.run(lambda: sources) is None
+    assert set(failures.failures.values()) == {"it offers that no longer"}

@@ -7,14 +7,22 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from torch.distributed import DistNetworkError
+
 from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
+from bagua.comm.pieces.shelf import asked_of_shelf, is_shelf
+from bagua.comm.store.bucket import ObjectBucket
 
 #: A list of the digests of a state of one terabyte has a quarter of that.
 _CATALOGUE_BYTES = 64 * 1024 * 1024
+#: Asks a source: question, seconds until all of the answer must be here, and the longest answer in bytes.
+_Ask = Callable[[list[Any], float, int], bytearray]
 #: What a source says of itself.
 _NEWS_BYTES = 4096
 
@@ -36,15 +44,23 @@ class Fetch:
         known: contents that are there already, by name: pieces with the same digest are not fetched.
         without: names of contents that are not wanted.
         deadline: how long an answer may take; it is told how long each took.
+        bucket: where sources are that cannot be connected with; None if there are no such ones.
 
     Attributes:
         received_bytes: bytes of pieces that came, by source.
         failures: why a source was given up, by source.
     """
 
-    def __init__(self, known: Mapping[str, bytearray], without: frozenset[str], deadline: PhaseDeadline) -> None:
+    def __init__(
+        self,
+        known: Mapping[str, bytearray],
+        without: frozenset[str],
+        deadline: PhaseDeadline,
+        bucket: ObjectBucket | None = None,
+    ) -> None:
         self._without = without
         self._deadline = deadline
+        self._bucket = bucket
         self._changed = threading.Condition()
         #: Length and digests of each of the wanted contents, and where each digest belongs, as sources said.
         self._offers: dict[Source, dict[str, tuple[int, list[str]]]] = {}
@@ -113,17 +129,37 @@ class Fetch:
 
     def _draw_from(self, source: Source) -> None:
         try:
-            with _connected(source, self._deadline.seconds) as connection:
-                with self._changed:
-                    self._connections[source] = connection
+            with self._reached(source) as ask:
                 # Digests are taken when they are asked for first, which takes longer than any piece.
-                catalogue = _asked(connection, source, [source.number], self._deadline.most_s, _CATALOGUE_BYTES)
+                catalogue = ask([source.number], self._deadline.most_s, _CATALOGUE_BYTES)
                 self._hear(source, _offer_of(json.loads(catalogue)))
                 while (task := self._next_task(source)) is not None:
-                    self._take(connection, source, *task)
+                    self._take(ask, source, *task)
         except Exception as error:  # noqa: BLE001 - whatever it answers that is not understood, others may have it
             with self._changed:
                 self._give_up(source, str(error) or type(error).__name__)
+
+    @contextmanager
+    def _reached(self, source: Source) -> Iterator[_Ask]:
+        if self._bucket is not None and is_shelf(source):
+            yield partial(self._ask_bucket, self._bucket, source)
+            return
+        with _connected(source, self._deadline.seconds) as connection:
+            with self._changed:
+                self._connections[source] = connection
+            yield partial(_asked, connection, source)
+
+    def _ask_bucket(
+        self, bucket: ObjectBucket, source: Source, question: list[Any], limit_s: float, limit_bytes: int
+    ) -> bytearray:
+        """The list of pieces is put when they are there: it is waited for, and pieces are not."""
+        until = time.monotonic() + limit_s
+
+        def goes_on() -> bool:
+            wanted = not self._ended and source not in self.failures
+            return len(question) == 1 and wanted and time.monotonic() < until
+
+        return asked_of_shelf(bucket, source, question, goes_on, limit_bytes)
 
     def _hear(self, source: Source, offered: dict[str, tuple[int, list[str]]]) -> None:
         """Take in what it offers."""
@@ -159,10 +195,10 @@ class Fetch:
         """How many can give a piece: what only one has is asked for first."""
         return sum(digest in places for source, places in self._places.items() if source not in self.failures)
 
-    def _take(self, connection: socket.socket, source: Source, digest: str, place: _Place) -> None:
+    def _take(self, ask: _Ask, source: Source, digest: str, place: _Place) -> None:
         started = time.monotonic()
         length, _ = self._offers[source][place.name]
-        piece = _asked(connection, source, [source.number, *place], self._deadline.seconds, PIECE_BYTES)
+        piece = ask([source.number, *place], self._deadline.seconds, PIECE_BYTES)
         if digest_of(memoryview(piece)) != digest or len(piece) != min(PIECE_BYTES, length - place.piece * PIECE_BYTES):
             raise ValueError("what it sent has another digest, or another length, than it said")
         with self._changed:
@@ -182,13 +218,20 @@ class Fetch:
         self._changed.notify_all()
 
 
-def ask_now(source: Source, timeout_s: float) -> list[int] | None:
+def ask_now(source: Source, timeout_s: float, bucket: ObjectBucket | None = None) -> list[int] | None:
     """What a source says of itself at this moment; None if it does not answer, or not with whole numbers."""
     try:
+        if bucket is not None and is_shelf(source):
+            news = json.loads(asked_of_shelf(bucket, source, ["now"], lambda: False, _NEWS_BYTES))
+            return _whole_numbers(news)
         with _connected(source, timeout_s) as connection:
             news = json.loads(_asked(connection, source, ["now"], timeout_s, _NEWS_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, DistNetworkError):
         return None
+    return _whole_numbers(news)
+
+
+def _whole_numbers(news: Any) -> list[int] | None:
     understood = isinstance(news, list) and all(type(number) is int for number in news)
     return news if understood else None
 

@@ -219,8 +219,12 @@ def cell_name(key: str) -> str:
         >>> cell_name("islands/a run/epoch/1")
         'islands/a=20run/epoch/1.cell'
     """
-    path = "/".join(filter(None, [env.token(), key]))
-    return quote(path).replace(".", "%2E").replace("%", "=") + _CELL
+    return quoted("/".join(filter(None, [env.token(), key]))) + _CELL
+
+
+def quoted(path: str) -> str:
+    """Any words as a part of the name of an object."""
+    return quote(path).replace(".", "%2E").replace("%", "=")
 
 
 def bucket_of(store: Store) -> ObjectBucket | None:
