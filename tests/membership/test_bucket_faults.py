@@ -1,0 +1,194 @@
+"""Islands on a bucket of which one dies, or stops, before or after each of its requests; and a bucket that is late."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from bagua.comm.transports.threads import RankKilled
+from bagua.errors import LeftOutError
+from bagua.membership import Islands
+from tests.membership.buckets import needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.training import (
+    PERIOD,
+    QUICK,
+    Outer,
+    _judge,
+    batch,
+    check_rows,
+    run_numbered,
+    wrapped,
+)
+
+pytestmark = [needs_obstore, pytest.mark.threads]
+SIZE, STEPS = 3, 3 * PERIOD
+
+
+class Fault:
+    """Ends one island, or stops it until the others are at their end, at one of its requests in the second period.
+
+    Args:
+        at: number of the request; -1 for none.
+        moment: "before" or "after" it.
+        wakes: whether it goes on when the others are at their end.
+    """
+
+    def __init__(self, at: int, moment: str, *, wakes: bool) -> None:
+        self.at, self.moment, self.wakes = at, moment, wakes
+        self.others_ended = threading.Event()
+        self.silent: set[int] = set()
+        self.count = 0
+        self._islands: Islands | None = None
+        self._thread = 0
+        self._dead = False
+
+    def arm(self, islands: Islands) -> None:
+        """From now on requests of the calling thread count."""
+        self._islands, self._thread = islands, threading.get_ident()
+
+    def hook(self, kind: str, name: str, moment: str) -> None:
+        if self._dead:
+            raise DistNetworkError("the process is dead")
+        if self._thread != threading.get_ident() or moment != self.moment or self._islands is None:
+            return
+        self.count += 1
+        if self.count - 1 != self.at:
+            return
+        self._islands._state._ended.set()
+        self._islands._state._thread.join(60)
+        self.silent.add(self._islands.seat)
+        if self.wakes:
+            assert self.others_ended.wait(60)
+            return
+        self._dead = True
+        raise RankKilled
+
+
+def trained(islands, rows, before):
+    """Train, and note what there is after each exchange."""
+    model = wrapped(islands, "diloco")
+    (optimizer,) = model.bagua_optimizers
+    for step in range(model.bagua_step + 1, STEPS + 1):
+        before(step)
+        optimizer.zero_grad()
+        model(batch(islands.seat)).square().sum().backward()
+        optimizer.step()
+        if step % PERIOD == 0:
+            rows.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
+
+
+def run_with(fault, open_store):
+    """What each island had after its exchanges, and how it ended; that with the fault is the last one."""
+    rows = [[] for _ in range(SIZE)]
+    left = [SIZE - 1]
+
+    def job(number):
+        has_it = number == SIZE - 1
+        store = open_store()
+        store.bucket.hook = fault.hook if has_it else None
+        options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+            _judge(islands._state.roster, lambda: fault.silent - {islands.seat})
+            trained(islands, rows[number], lambda step: fault.arm(islands) if has_it and step == PERIOD + 1 else None)
+        if not has_it:
+            left[0] -= 1
+            if not left[0]:
+                fault.others_ended.set()
+
+    return rows, run_numbered(SIZE, job)
+
+
+def check(rows, ends):
+    """Survivors made all of their steps; nobody has another result for any exchange, and all are what they say."""
+    assert ends[0] is ends[1] is None, ends
+    assert [len(row) for row in rows[:-1]] == [STEPS // PERIOD] * (SIZE - 1)
+    check_rows("diloco", [row for row in rows if row])
+
+
+def requests_of_a_period(open_store):
+    fault = Fault(-1, "before", wakes=False)
+    rows, ends = run_with(fault, open_store)
+    check(rows, ends)
+    assert ends == [None] * SIZE
+    return fault.count
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_fault_at_any_request_leaves_the_others_with_one_result(tmp_path, moment, wakes):
+    folders = iter(range(1000))
+
+    def new_folder():
+        where = f"file://{tmp_path}/{next(folders)}"
+        return lambda: opened(where)
+
+    count = min(requests_of_a_period(new_folder()), 14)
+    assert count > 5
+    hits = 0
+    for at in range(count):
+        fault = Fault(at, moment, wakes=wakes)
+        rows, ends = run_with(fault, new_folder())
+        check(rows, ends)
+        hits += bool(fault.silent)
+        if wakes and fault.silent:
+            assert ends[-1] is None or isinstance(ends[-1], LeftOutError), ends
+    assert hits > count / 2
+
+
+@needs_moto
+def test_a_fault_at_a_request_to_s3_leaves_the_others_with_one_result():
+    with s3_server() as endpoint:
+        for at in (0, 2, 4, 6):
+            objects = new_s3(endpoint)
+            rows, ends = run_with(
+                Fault(at, "after", wakes=False), lambda objects=objects: opened("s3://b/run", objects)
+            )
+            check(rows, ends)
+
+
+def test_a_bucket_that_answers_late_changes_nothing(tmp_path):
+    draw = random.Random(0)
+
+    def late(kind, name, moment):
+        time.sleep(draw.random() / 100)
+
+    def job(number):
+        rows = []
+        store = opened(f"file://{tmp_path}/run", hook=late)
+        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+            trained(islands, rows, lambda step: None)
+        return rows
+
+    assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3
+
+
+def test_a_bucket_out_of_reach_for_a_while_delays_an_exchange(tmp_path):
+    away = threading.Event()
+
+    def job(number):
+        rows = []
+        store = opened(f"file://{tmp_path}/run")
+
+        def hook(kind, name, moment):
+            if away.is_set() and threading.current_thread() is not back:
+                raise DistNetworkError("it cannot be reached")
+
+        store.bucket.hook = hook
+        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+
+            def leave(step):
+                if step == PERIOD + 1 and number == 0:
+                    away.set()
+                    back.start()
+
+            trained(islands, rows, leave)
+        return rows
+
+    back = threading.Timer(0.3, away.clear)
+    assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3
