@@ -19,6 +19,7 @@ _COMMANDS = {
         "bagua.cli.explain",
         "say what the flight records of a job tell: who did something else, who did not come",
     ),
+    "islands": ("bagua.cli.islands", "delete what islands have left in a bucket"),
     "lab": ("bagua.cli.lab.command", "run a script on hosts with slow links, all of them on this machine"),
     "timeline": ("bagua.cli.timeline", "put the traces of all ranks of a job together, for Perfetto"),
     "top": ("bagua.cli.top", "show the ranks of a running job"),
