@@ -111,7 +111,16 @@ class Participant:
                 peers=epoch.members,
                 advice="Choose another name= for another run.",
             )
-        return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange"
+        return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange{self._whose(epoch)}"
+
+    def _whose(self, epoch: Epoch) -> str:
+        """Whose run it is, if nobody is left of it: a bucket keeps what a run leaves that was killed."""
+        roster = self._state.roster
+        others = [seat for seat in epoch.members if seat != self._state.seat]
+        if set(others) - roster.gone(-1).keys():
+            return ""
+        hosts = "; ".join(f"seat {seat} was {roster.records[seat].host}" for seat in others)
+        return f", but all of them are gone ({hosts}): choose another name=, or delete what they left"
 
     def _catch_up(self, epoch: Epoch) -> bool:
         """Receive the state of the last exchange before coming in, if it is not here; whether it was received."""
@@ -381,8 +390,8 @@ class Participant:
             peers=[member for member in (() if epoch is None else epoch.members) if member in away],
             elapsed_s=elapsed_s,
             timeout_s=timeout_s,
-            advice="Start more processes, with the same BAGUA_TOKEN, or pass minimum= to join_islands. "
-            "A run that ended needs another name.",
+            advice=f"Start more processes that reach the same {self._state.cells.where}, with the same BAGUA_TOKEN, or "
+            "pass minimum= to join_islands. A run that ended needs another name.",
         )
 
     def _check_here(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm
 from bagua.comm import Fetch, PhaseDeadline, PieceShelf, ask_now, serve_store_at
+from bagua.errors import TooFewMembersError
 from bagua.membership import Islands, join_islands
+from bagua.membership.state import Deadlines
 from bagua.parallel import with_bagua
 from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import PERIOD, QUICK, check_rows, new_store, run, run_numbered, train, until, wrapped
@@ -27,7 +30,7 @@ FORMS = {
 def island(store, size, backend=None, **options):
     """One of the islands that meet in a bucket, or that ``backend`` connects."""
     wanted = {"minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK, **options}
-    with Islands(store, "the store", size=size, backend=backend, **wanted) as islands:
+    with Islands(store, "file:///run", size=size, backend=backend, **wanted) as islands:
         yield islands
 
 
@@ -182,3 +185,35 @@ def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch
     failures = Fetch({}, frozenset(), PhaseDeadline(0.05), bucket)
     assert failures.run(lambda: sources) is None
     assert set(failures.failures.values()) == {"it offers that no longer"}
+
+
+@pytest.mark.threads
+def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
+    quick = Deadlines(beat_s=0.02, silence_s=0.5, suspect_s=0.5, meet_s=5.0, poll_s=0.01)
+
+    def dies():
+        with island(opened(f"file://{tmp_path}/run"), 1) as islands:
+            wrapped(islands, "diloco")
+            islands._state._ended.set()
+            islands._state._thread.join(60)
+
+    def comes():
+        with island(opened(f"file://{tmp_path}/run"), 1, deadlines=quick, timeout_s=2.0) as islands:
+            wrapped(islands, "diloco")
+
+    assert run(1, dies) == [None]
+    (error,) = run(1, comes)
+    assert isinstance(error, TooFewMembersError), error
+    assert re.search(r"all of them are gone \(seat 0 was .*, process \d+\): choose another name=", str(error))
+
+
+@pytest.mark.threads
+def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
+    def alone():
+        with island(opened(f"file://{tmp_path}/run"), 2, timeout_s=0.5) as islands:
+            wrapped(islands, "diloco")
+
+    (error,) = run(1, alone)
+    assert isinstance(error, TooFewMembersError)
+    assert "1 of 2 that begin are here" in str(error)
+    assert "that reach the same file:///run" in str(error)

@@ -21,6 +21,9 @@ class Cells:
         store: key-value store whose calls do not block for long.
         where: name of the store in messages.
 
+    Attributes:
+        where: the same.
+
     Example:
         >>> from bagua.comm.store.serving import thread_store
         >>> cells = Cells(thread_store())
@@ -33,7 +36,7 @@ class Cells:
 
     def __init__(self, store: Store, where: str = "the store") -> None:
         self._store = store
-        self._where = where
+        self.where = where
         #: Nothing is ever deleted, so what was there once need not be looked for again.
         self._present: set[str] = set()
 
@@ -73,4 +76,4 @@ class Cells:
         try:
             return conversation()
         except (RuntimeError, OSError) as error:
-            raise StoreLostError(f"{self._where} does not answer: {str(error).partition(chr(10))[0]}") from error
+            raise StoreLostError(f"{self.where} does not answer: {str(error).partition(chr(10))[0]}") from error
