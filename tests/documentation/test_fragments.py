@@ -31,7 +31,7 @@ WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_tor
 #: What must not be run: a mistake, shown as one.
 MISTAKES = ("save_and_resume",)
 #: What needs a store that somebody serves; `tests/membership` does the same.
-WITH_STORE = ("use_islands",)
+WITH_STORE = ("train_through_a_bucket", "use_islands")
 #: What needs several GPUs; `tests/integrations` does the same on the CPU.
 WITH_GPUS = ("local_updates",)
 
