@@ -48,7 +48,7 @@ class Donor:
 
     Args:
         state: state of the rank.
-        bucket: where newcomers find it; None if they connect with this rank.
+        bucket: bucket in which newcomers find it; None if they connect with this rank.
     """
 
     def __init__(self, state: MemberState, bucket: ObjectBucket | None = None) -> None:
@@ -103,7 +103,7 @@ class Receiver:
 
     Args:
         state: state of the rank.
-        bucket: where members put theirs; None if this rank connects with them.
+        bucket: bucket in which members put theirs; None if this rank connects with them.
 
     Attributes:
         exchange: number of the last exchange that is part of what was received; -1 before.

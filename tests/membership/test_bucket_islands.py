@@ -10,13 +10,25 @@ import pytest
 import torch
 
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm
-from bagua.comm import Fetch, PhaseDeadline, PieceShelf, ask_now, serve_store_at
+from bagua.comm import Fetch, PhaseDeadline, PieceShelf, ask_now, get_default_group, serve_store_at
 from bagua.errors import TooFewMembersError
 from bagua.membership import Islands, join_islands
 from bagua.membership.state import Deadlines
 from bagua.parallel import with_bagua
 from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
-from tests.membership.training import PERIOD, QUICK, check_rows, new_store, run, run_numbered, train, until, wrapped
+from tests.membership.training import (
+    PERIOD,
+    QUICK,
+    RANKS,
+    check_rows,
+    new_store,
+    run,
+    run_islands,
+    run_numbered,
+    train,
+    until,
+    wrapped,
+)
 
 pytestmark = needs_obstore
 FORMS = {
@@ -217,3 +229,14 @@ def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
     assert isinstance(error, TooFewMembersError)
     assert "1 of 2 that begin are here" in str(error)
     assert "that reach the same file:///run" in str(error)
+
+
+@pytest.mark.threads
+def test_islands_of_several_ranks_train_through_a_bucket(tmp_path):
+    def job(number):
+        group = get_default_group().duplicate("islands")
+        with island(opened(f"file://{tmp_path}/run"), 2, group=group) as islands:
+            return train(islands, wrapped(islands, "diloco"), 2 * PERIOD)
+
+    rows = [row for ends in run_islands(2, job) for row in ends]
+    assert check_rows("diloco", rows, ranks=RANKS) == [(0, 1)] * 2

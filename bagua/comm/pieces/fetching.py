@@ -44,7 +44,7 @@ class Fetch:
         known: contents that are there already, by name: pieces with the same digest are not fetched.
         without: names of contents that are not wanted.
         deadline: how long an answer may take; it is told how long each took.
-        bucket: where sources are that cannot be connected with; None if there are no such ones.
+        bucket: bucket in which sources are that cannot be connected with; None for none.
 
     Attributes:
         received_bytes: bytes of pieces that came, by source.

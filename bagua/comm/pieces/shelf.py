@@ -24,8 +24,8 @@ class PieceShelf:
     """What a ``PieceServer`` does, with an object for each piece. Objects of an offer are deleted when it is withdrawn.
 
     Args:
-        bucket: where the objects are.
-        now: returns what those who fetch may ask while they do: whole numbers; see ``tell_now``.
+        bucket: bucket that holds the objects.
+        now: function that returns what those who fetch may ask while they do: whole numbers; see ``tell_now``.
     """
 
     def __init__(self, bucket: ObjectBucket, now: Callable[[], list[int]]) -> None:
@@ -133,10 +133,10 @@ def asked_of_shelf(
     """What the object says that answers ``question``.
 
     Args:
-        bucket: where it is.
+        bucket: bucket that holds the object.
         source: process that is asked.
-        question: what is asked of it.
-        goes_on: whether to go on waiting for an object that is not there yet.
+        question: words that it is asked.
+        goes_on: function that says whether to go on waiting for an object that is not there yet.
         limit_bytes: the longest answer.
 
     Raises:

@@ -51,8 +51,8 @@ class ObjectBucket:
 
     Attributes:
         is_folder: True for a folder of a file system, whose requests take no time to speak of.
-        requests: requests made, retries of the client not counted.
-        hook: called before and after each request.
+        requests: number of requests, without retries and parts, which the client makes.
+        hook: function to call before and after each request; None for none.
         leftovers: names that a communicator, which is closed, has left; the next one deletes them.
     """
 
@@ -182,13 +182,14 @@ class BucketStore(PolledStore):
     """The keys of a store as objects of a bucket. A value that is swapped in the place of another one needs a server.
 
     Args:
-        bucket: where the objects are.
+        bucket: bucket that holds the objects.
         timeout_s: how long ``get`` and ``wait`` wait for a key, in seconds.
     """
 
     def __init__(self, bucket: ObjectBucket, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self.bucket = bucket
+        #: Who waits for a key asks less and less often: each look is a request.
         self.pauses_s = (bucket.first_pause_s, _LONGEST_S)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
