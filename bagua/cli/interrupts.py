@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -45,6 +48,20 @@ def undisturbed(close: Callable[[], object]) -> None:
     """Call ``close``, and let another Ctrl-C wait until it is done."""
     with held_back(signal.SIGINT, signal.SIGTERM):
         close()
+
+
+def end(processes: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
+    """Terminate ``processes``, and kill those that still run after ``limit_s`` seconds."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    until = time.monotonic() + limit_s
+    for process in processes:
+        try:
+            process.wait(max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from bagua.advise import (
 from bagua.checks import install_command
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive, seconds
-from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
+from bagua.cli.interrupts import end, signals_deferred, terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import LabUnavailableError, burst_bytes, open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group, get_default_group
@@ -270,7 +270,7 @@ def _measured(options: argparse.Namespace) -> Found:
                     processes.append(_start(options, script, file, copies, silent=number > 0))
             _wait_for(processes[0], files[0])
         finally:
-            undisturbed(lambda: _stop(processes))
+            undisturbed(lambda: end(processes, _STOP_S))
         if not files[0].exists():
             return Found(f"the script's process {how_it_ended(processes[0].returncode)}")
         found: Found = pickle.loads(files[0].read_bytes())  # noqa: S301 - written by our own process
@@ -304,15 +304,3 @@ def _wait_for(process: subprocess.Popen[bytes], file: Path) -> None:
         time.sleep(_POLL_S)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_S)
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

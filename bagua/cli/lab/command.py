@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import link, positive
-from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
+from bagua.cli.interrupts import end, signals_deferred, terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -213,16 +212,7 @@ class Ranks:
             time.sleep(_POLL_S)
 
     def _stop(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + STOP_S
-        for process in self._processes:
-            try:
-                process.wait(max(until - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self._processes, STOP_S)
         for reader in self._readers:
             reader.join(STOP_S)
 
