@@ -115,7 +115,7 @@ from bagua.comm.torch_forms.tagged import mail_of as mail_of
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat
 from bagua.comm.transports.registry import backend_refusal as backend_refusal, create_transport as create_transport
 from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault
-from bagua.comm.work import joined as joined
+from bagua.comm.work import followed as followed
 # isort: on
 
 from bagua.late import late

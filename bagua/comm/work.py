@@ -210,6 +210,14 @@ def joined(works: Sequence[Work], finish: Callable[[], None] | None) -> Work:
     return Work(complete, together.is_completed, together.notify, give_up)
 
 
+def followed(work: Work | None, finish: Callable[[], None]) -> Work | None:
+    """Have ``finish`` bring the result to where it belongs, now or when ``work`` is complete."""
+    if work is not None:
+        return joined([work], finish)
+    finish()
+    return None
+
+
 #: A collective made of others: yields each started work, returns the result.
 Steps = Generator[Work, None, Any]
 

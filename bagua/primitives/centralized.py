@@ -10,6 +10,9 @@ from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
+#: What some ranks do with a tensor of theirs, on the communicator that they share.
+_Act = Callable[[torch.Tensor, Communicator], object]
+
 
 def has_two_levels(group: ProcessGroup) -> bool:
     """Whether hosts matter: not when there is one, or one rank on each.
@@ -22,9 +25,7 @@ def has_two_levels(group: ProcessGroup) -> bool:
     return len(group.node_sizes) > 1 and max(group.node_sizes) > 1
 
 
-def on_leaders(
-    tensor: torch.Tensor, group: ProcessGroup, between_hosts: Callable[[torch.Tensor, Communicator], object]
-) -> None:
+def on_leaders(tensor: torch.Tensor, group: ProcessGroup, between_hosts: _Act) -> None:
     """Sum ``tensor`` inside each host, let the hosts' leaders change the sums, and spread the result.
 
     What the leaders see are sums, not means, so that hosts of unequal size keep their
@@ -49,9 +50,7 @@ def on_leaders(
     through_leaders(tensor, group, between_hosts)
 
 
-def through_leaders(
-    tensor: torch.Tensor, group: ProcessGroup, between_hosts: Callable[[torch.Tensor, Communicator], object]
-) -> None:
+def through_leaders(tensor: torch.Tensor, group: ProcessGroup, between_hosts: _Act) -> None:
     """Let the hosts' leaders change ``tensor``, and give the result to the ranks of each host.
 
     Args:
@@ -87,11 +86,7 @@ def hierarchical_sum(tensor: torch.Tensor, group: ProcessGroup) -> None:
         >>> tensor
         tensor([1., 1.])
     """
-
-    def sum_over_hosts(total: torch.Tensor, leaders: Communicator) -> None:
-        leaders.allreduce(total)
-
-    on_leaders(tensor, group, sum_over_hosts)
+    on_leaders(tensor, group, lambda total, leaders: leaders.allreduce(total))
 
 
 def allreduce_sum(
@@ -144,14 +139,15 @@ def scatter_gather_sum(
         >>> tensor
         tensor([1., 1., 1.])
     """
+    _between(tensor, group, lambda flat, ranks: _scatter_gather(flat, ranks, scratch), hierarchical=hierarchical)
 
-    def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
-        _scatter_gather(flat, communicator, scratch)
 
+def _between(tensor: torch.Tensor, group: ProcessGroup, act: _Act, *, hierarchical: bool) -> None:
+    """Let ``act`` sum between all ranks, or between hosts if they matter."""
     if hierarchical and has_two_levels(group):
-        on_leaders(tensor, group, sum_over)
+        on_leaders(tensor, group, act)
     else:
-        sum_over(tensor, group.global_communicator)
+        act(tensor, group.global_communicator)
 
 
 def _scatter_gather(flat: torch.Tensor, communicator: Communicator, scratch: torch.Tensor) -> None:
@@ -196,11 +192,4 @@ def reducer_sum(
         >>> tensor
         tensor([1., 1., 1.])
     """
-
-    def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
-        reducer.reduce(flat, communicator, memory)
-
-    if hierarchical and has_two_levels(group):
-        on_leaders(tensor, group, sum_over)
-    else:
-        sum_over(tensor, group.global_communicator)
+    _between(tensor, group, lambda flat, ranks: reducer.reduce(flat, ranks, memory), hierarchical=hierarchical)

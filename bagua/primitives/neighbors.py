@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, joined
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, followed
 from bagua.compression import Codec, Metadata
 from bagua.primitives.centralized import on_leaders
 from bagua.primitives.memory import ReducerMemory, State
@@ -92,10 +92,7 @@ def _meet(
         tensor.mul_(own_weight).add_(received, alpha=turn.weight)
 
     work = communicator.sendrecv(received, tensor, turn.source, turn.destination, async_op=async_op)
-    if work is not None:
-        return joined([work], finish)
-    finish()
-    return None
+    return followed(work, finish)
 
 
 def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.pipeline import CallOptions
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import Work, joined
+from bagua.comm.work import Work, followed
 from bagua.errors import InvalidTensorError
 
 
@@ -53,7 +53,7 @@ def allgather_tensors(
     _check_list("tensor_list", outputs, communicator.size, tensor.dtype)
     rows = rows_for(outputs)
     work = communicator.allgather(rows, tensor, **how)
-    return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
+    return followed(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
 def gather_tensors(
@@ -66,7 +66,7 @@ def gather_tensors(
     _check_list("gather_list", outputs, communicator.size, tensor.dtype)
     rows = rows_for(outputs)
     work = communicator.gather(rows, tensor, dst, **how)
-    return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
+    return followed(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
 def scatter_tensors(
@@ -103,7 +103,7 @@ def alltoall_tensors(
     received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
     target = outputs[0].new_empty(sum(received))
     work = communicator.alltoall_v(target, flat(tensors), received, sent, **how)
-    return _then(work, lambda: copy_pieces(outputs, torch.split(target, received)))
+    return followed(work, lambda: copy_pieces(outputs, torch.split(target, received)))
 
 
 def alltoall_rows(
@@ -120,14 +120,6 @@ def alltoall_rows(
     received = _counts_of_rows(output, output_rows or (), communicator.size)
     sent = _counts_of_rows(tensor, input_rows or (), communicator.size)
     return communicator.alltoall_v(output, tensor, received, sent, **how)
-
-
-def _then(work: Work | None, finish: Callable[[], None]) -> Work | None:
-    """Have ``finish`` bring the result to where it belongs, now or when ``work`` is complete."""
-    if work is not None:
-        return joined([work], finish)
-    finish()
-    return None
 
 
 def _only_on(rank: int, communicator: Communicator, argument: str, tensors: Sequence[Tensor] | None) -> bool:
