@@ -140,6 +140,18 @@ def check_choice(choices: Sequence[object], **values: object) -> None:
             raise unusable(argument, " or ".join(map(repr, choices)), value)
 
 
+def refuse(argument: str, value: object, nothing: object, advice: str, of: str = "torch.distributed") -> None:
+    """Raise ``ConfigurationError`` if ``argument``, which torch has, asks for something that does not exist here."""
+    if value is not nothing and value != nothing:
+        raise ConfigurationError(
+            f"this argument of {of} is not supported",
+            argument=argument,
+            expected=repr(nothing),
+            seen=repr(value),
+            advice=advice,
+        )
+
+
 def wrong_type(argument: str, expected: str, seen: object) -> InvalidTypeError:
     """The error for a value of a wrong type."""
     text = f"the class {seen.__name__}" if isinstance(seen, type) else reprlib.repr(seen)

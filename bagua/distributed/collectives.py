@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua.checks import renaming
+from bagua.checks import refuse, renaming
 from bagua.comm import (
     Communicator,
     Group,
@@ -30,7 +30,7 @@ from bagua.comm import (
     scaled,
     scatter_tensors,
 )
-from bagua.distributed.places import as_in_torch, rank_inside, refuse
+from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 
 import bagua.observe  # noqa: F401 - ranks are watched from here on
 from bagua import comm
-from bagua.checks import check_kind
+from bagua.checks import check_kind, refuse
 from bagua.comm import (
     NON_MEMBER,
     Group,
@@ -25,7 +25,6 @@ from bagua.comm import (
     meet_at,
     ranks_of,
 )
-from bagua.distributed.places import refuse
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [

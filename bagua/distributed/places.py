@@ -57,18 +57,6 @@ def _not_one(argument: str, seen: str) -> ConfigurationError:
     )
 
 
-def refuse(argument: str, value: object, nothing: object, advice: str) -> None:
-    """Raise ``ConfigurationError`` if ``argument`` asks for something that does not exist here."""
-    if value is not nothing and value != nothing:
-        raise ConfigurationError(
-            "this argument of torch.distributed is not supported",
-            argument=argument,
-            expected=repr(nothing),
-            seen=repr(value),
-            advice=advice,
-        )
-
-
 def as_in_torch(
     communicator: Communicator | NonMember, work: Work | None, outputs: Sequence[Tensor], *, complete: bool = False
 ) -> TorchWork | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua.checks import check_kind, check_numbers
+from bagua.checks import check_kind, check_numbers, refuse
 from bagua.comm import ProcessGroup, as_group
 from bagua.engine import check_optional_flag
 from bagua.errors import ConfigurationError
@@ -34,14 +34,7 @@ _MISSING: dict[str, tuple[object, str]] = {
 def refuse_what_is_missing(given: Mapping[str, object]) -> None:
     """Raise ``ConfigurationError`` for the first argument that asks for what does not exist here."""
     for argument, (nothing, advice) in _MISSING.items():
-        if given[argument] is not nothing and given[argument] != nothing:
-            raise ConfigurationError(
-                "this argument of torch's DistributedDataParallel is not supported",
-                argument=argument,
-                expected=repr(nothing),
-                seen=repr(given[argument]),
-                advice=advice,
-            )
+        refuse(argument, given[argument], nothing, advice, of="torch's DistributedDataParallel")
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
