@@ -285,7 +285,7 @@ def test_arguments_are_checked(bad):
 @pytest.mark.parametrize("name", [*NAMES, "hierarchical_torus"])
 def test_topologies_print_as_their_constructor_call_and_survive_pickle(name):
     topology = create(name)
-    assert eval(repr(topology), vars(topologies)) == topology
+    assert eval(repr(topology), {one: getattr(topologies, one) for one in topologies.__all__}) == topology
     assert pickle.loads(pickle.dumps(topology)) == topology
     assert isinstance(topology, Topology)
     assert create(topology) is topology
