@@ -8,6 +8,7 @@ the order that was measured, and no computation.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import statistics
@@ -25,7 +26,7 @@ import torch
 from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.algorithms import Algorithm, Exchange
-from bagua.comm import CallRecord, ProcessGroup, rehearsal_group
+from bagua.comm import CallRecord, rehearsal_group
 from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
@@ -147,6 +148,10 @@ class _Journal:
             noted.clear()
 
 
+#: What happened in the steps that are read, and seconds for which each kept its thread busy.
+_Ran = tuple[_Journal, list[float]]
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what the engine has to say of ranks that all do the same."""
@@ -186,7 +191,8 @@ def rehearse(
     steps = _steps_of(algorithm, steady)
     kind = algorithm.optimizer_class
     with _quietly():
-        journal, seconds = _run_somehow(algorithm, steady, facts.parameters, host_sizes, bucket_bytes, steps)
+        run = functools.partial(_run, algorithm, steady, host_sizes, bucket_bytes, steps)
+        journal, seconds = _run_somehow(run, facts.parameters, sum(host_sizes), algorithm)
         bare_s = _bare_step_s(facts, adaptive=kind is not None)
     found = _Reading(journal, steps, [host for host, size in enumerate(host_sizes) for _ in range(size)])
     beside_s = statistics.fmean(seconds) - bare_s - found.blocked_s / len(seconds)
@@ -201,20 +207,15 @@ def rehearse(
 
 
 def _run_somehow(
-    algorithm: Algorithm,
-    steady: Sequence[Exchange],
-    parameters: Sequence[ParameterFacts],
-    host_sizes: Sequence[int],
-    bucket_bytes: int,
-    steps: int,
-) -> tuple[_Journal, list[float]]:
-    """``_run``; where a codec finds no meaning in a share of another size, with shares of equal size."""
+    run: Callable[[Sequence[ParameterFacts]], _Ran], parameters: Sequence[ParameterFacts], ranks: int, algorithm: object
+) -> _Ran:
+    """``run``; where a codec finds no meaning in a share of another size, with shares of equal size."""
     try:
-        return _run(algorithm, steady, parameters, host_sizes, bucket_bytes, steps)
+        return run(parameters)
     except (IndexError, RuntimeError):
-        alike = [_divisible(one, sum(host_sizes)) for one in parameters]
+        alike = [_divisible(one, ranks) for one in parameters]
     try:
-        return _run(algorithm, steady, alike, host_sizes, bucket_bytes, steps)
+        return run(alike)
     except (IndexError, RuntimeError) as error:
         raise ConfigurationError(
             f"what its peers would send cannot be made up: {type(error).__name__}: {error}",
@@ -254,11 +255,11 @@ def _optimizer(kind: Callable[..., torch.optim.Optimizer] | None, twin: _Twin) -
 def _run(
     algorithm: Algorithm,
     steady: Sequence[Exchange],
-    parameters: Sequence[ParameterFacts],
     host_sizes: Sequence[int],
     bucket_bytes: int,
     steps: int,
-) -> tuple[_Journal, list[float]]:
+    parameters: Sequence[ParameterFacts],
+) -> _Ran:
     journal = _Journal()
     group = rehearsal_group(host_sizes)
     try:
@@ -266,7 +267,8 @@ def _run(
         optimizer = _optimizer(algorithm.optimizer_class, twin)
         # Before the engine's own, which starts exchanges.
         optimizer.register_step_post_hook(lambda *_: journal.mark("stepped"))
-        _wrap(twin, optimizer, Algorithm.of(*steady), group, bucket_bytes)
+        declared = Algorithm.of(*steady)
+        with_bagua(twin, [optimizer], declared, process_group=group, bucket_bytes=bucket_bytes, check_every=0)
         for _ in range(-(-_WARM_UP_STEPS // steps) * steps):
             _step(twin, optimizer, journal)
         journal.forget()
@@ -276,12 +278,6 @@ def _run(
         group.recorder.trace = None
         group.close()
     return journal, seconds
-
-
-def _wrap(
-    twin: _Twin, optimizer: torch.optim.Optimizer, algorithm: Algorithm, group: ProcessGroup, bucket_bytes: int
-) -> None:
-    with_bagua(twin, [optimizer], algorithm, process_group=group, bucket_bytes=bucket_bytes, check_every=0)
 
 
 def _step(twin: _Twin, optimizer: torch.optim.Optimizer, journal: _Journal) -> float:
