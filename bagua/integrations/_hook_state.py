@@ -161,10 +161,10 @@ class _Held(NamedTuple):
     completion: torch.futures.Future[torch.Tensor]
     failures: list[BaseException]
 
-    def views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter with its part of the gradients."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        return zip(self.parameters, self.flat.split_with_sizes(sizes), strict=True)
+
+def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter with its part of the gradients in ``flat``."""
+    return zip(parameters, flat.split_with_sizes([parameter.numel() for parameter in parameters]), strict=True)
 
 
 class HookState(ABC):
@@ -280,12 +280,11 @@ class HookState(ABC):
             for one in held:
                 self._reduce(one.flat, one.parameters, step)
             return
-        views = {id(parameter): view for one in held for parameter, view in one.views()}
+        views = {id(parameter): view for one in held for parameter, view in _views(one.flat, one.parameters)}
         for parameters in layout:
             flat = torch.cat([views[id(parameter)] for parameter in parameters])
             self._reduce(flat, parameters, step)
-            parts = flat.split_with_sizes([parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+            for parameter, part in _views(flat, parameters):
                 views[id(parameter)].copy_(part)
 
     def exchange_part(self, name: str, flat: torch.Tensor) -> None:

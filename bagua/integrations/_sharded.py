@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from bagua.comm import ProcessGroup
 from bagua.engine import take_state
 from bagua.errors import ConfigurationError
 
@@ -31,19 +33,19 @@ def sharded_parts(module: torch.nn.Module) -> dict[str, Any]:
     return parts
 
 
-def refuse_shared_mesh(part: torch.nn.Module, others: Iterable[int], argument: str) -> None:
+def refuse_shared_mesh(parts: Iterable[torch.nn.Module], group: ProcessGroup, argument: str) -> None:
     """Refuse ranks that hold other shards, or whose gradients torch sums by itself.
 
     Args:
-        part: module to which ``fully_shard`` was applied.
-        others: ranks that this one is to exchange with.
-        argument: name of the argument that gives them.
+        parts: modules to which ``fully_shard`` was applied.
+        group: ranks that are to exchange with each other.
+        argument: name of the argument that gives the group.
 
     Raises:
-        ConfigurationError: some of them are in the mesh of ``part``.
+        ConfigurationError: some of them are in the mesh of a part.
     """
-    shared = ranks_of_mesh(part).intersection(others)
-    if shared:
+    others = set(group.ranks) - {group.ranks[group.rank]}
+    if shared := others.intersection(ranks_of_meshes(parts)):
         raise ConfigurationError(
             "torch sums gradients over these ranks already",
             argument=argument,
@@ -53,9 +55,10 @@ def refuse_shared_mesh(part: torch.nn.Module, others: Iterable[int], argument: s
         )
 
 
-def ranks_of_mesh(part: torch.nn.Module) -> set[int]:
-    """The ranks among which the parameters of ``part`` are sharded."""
-    meshes: set[Any] = {one.device_mesh for one in part.parameters() if hasattr(one, "device_mesh")}
+def ranks_of_meshes(parts: Iterable[torch.nn.Module]) -> set[int]:
+    """The ranks among which the parameters of ``parts`` are sharded."""
+    parameters = itertools.chain.from_iterable(part.parameters() for part in parts)
+    meshes: set[Any] = {one.device_mesh for one in parameters if hasattr(one, "device_mesh")}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
 

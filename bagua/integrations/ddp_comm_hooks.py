@@ -231,18 +231,18 @@ def codec_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[tor
     Raises:
         ConfigurationError: ``state`` is not one of this module.
     """
-    if not isinstance(state, HookState):
-        raise _no_state(state)
+    _check_state(state)
     return state.exchange_bucket(bucket)
 
 
-def _no_state(seen: object) -> ConfigurationError:
-    return ConfigurationError(
-        "this hook needs a state that says how to compress",
-        argument="state",
-        expected="CodecState, TopKState, PowerSGDState, AlgorithmState or ReducerState",
-        seen=repr(seen),
-    )
+def _check_state(state: object) -> None:
+    if not isinstance(state, HookState):
+        raise ConfigurationError(
+            "this hook needs a state that says how to compress",
+            argument="state",
+            expected="CodecState, TopKState, PowerSGDState, AlgorithmState or ReducerState",
+            seen=repr(state),
+        )
 
 
 def register_fsdp_hook(module: torch.nn.Module, state: HookState) -> None:
@@ -263,12 +263,9 @@ def register_fsdp_hook(module: torch.nn.Module, state: HookState) -> None:
         ConfigurationError: ``fully_shard`` was applied to nothing in ``module``, or torch sums gradients over ranks
             of ``state`` already, because they share its mesh, or a part has several meshes.
     """
-    if not isinstance(state, HookState):
-        raise _no_state(state)
+    _check_state(state)
     parts = sharded_parts(module)
-    others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
-    for part in parts.values():
-        refuse_shared_mesh(part, others, "state")
+    refuse_shared_mesh(parts.values(), state.group, "state")
     for name, part in parts.items():
         try:
             part.set_all_reduce_hook(functools.partial(state.exchange_part, name))

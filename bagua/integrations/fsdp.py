@@ -28,7 +28,7 @@ from bagua.checks import check_kind
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group, solo_group
 from bagua.engine import EngineAccess, compare, optimizer_list
 from bagua.errors import ConfigurationError
-from bagua.integrations._sharded import LocalState, local_of, ranks_of_mesh, refuse_shared_mesh, sharded_parts
+from bagua.integrations._sharded import LocalState, local_of, ranks_of_meshes, refuse_shared_mesh, sharded_parts
 from bagua.membership import Islands
 from bagua.parallel import come_in, with_bagua
 from bagua.primitives import State
@@ -99,9 +99,7 @@ def _group_of_replicas(parts: Iterable[torch.nn.Module], process_group: Any, isl
         )
     if islands is None:
         group: ProcessGroup = as_group(process_group, "process_group")
-        others = set(group.ranks) - {group.ranks[group.rank]}
-        for part in parts:
-            refuse_shared_mesh(part, others, "process_group")
+        refuse_shared_mesh(parts, group, "process_group")
         return group
     everyone = as_group(None, "process_group")
     here = islands.ranks or (everyone.ranks[everyone.rank],)
@@ -120,7 +118,7 @@ def _group_of_replicas(parts: Iterable[torch.nn.Module], process_group: Any, isl
 def _mates(parts: Iterable[torch.nn.Module]) -> list[int]:
     """The ranks with the shards of this replica."""
     everyone = as_group(None, "process_group")
-    return sorted({everyone.ranks[everyone.rank]}.union(*map(ranks_of_mesh, parts)))
+    return sorted({everyone.ranks[everyone.rank]}.union(ranks_of_meshes(parts)))
 
 
 def _check(algorithm: Algorithm) -> None:
