@@ -58,8 +58,14 @@ def neighbour_average(
         return communicator.allreduce(tensor, async_op=async_op)
     turns = mixing.turns(communicator.rank)
     own_weight = mixing[communicator.rank].own_weight
-    if len(turns) == 1 and turns[0].source is not None and turns[0].destination is not None:
-        return _meet(tensor, own_weight, turns[0], communicator, buffers("received"), async_op)
+    met = turns[0] if len(turns) == 1 else None
+    if met is not None and met.source is not None and met.destination is not None:
+        received, weight = buffers("received"), met.weight
+
+        def finish() -> None:  # Both ends compute the same two products, so equal weights give equal bits.
+            tensor.mul_(own_weight).add_(received, alpha=weight)
+
+        return followed(communicator.sendrecv(received, tensor, met.source, met.destination, async_op=async_op), finish)
     if turns:
         precise = torch.promote_types(tensor.dtype, torch.float32)
         mixed = tensor.to(precise).mul_(own_weight) if tensor.dtype != precise else _scaled(tensor, own_weight, buffers)
@@ -74,25 +80,6 @@ def neighbour_average(
 
 def _scaled(tensor: torch.Tensor, factor: float, buffers: Buffers) -> torch.Tensor:
     return torch.mul(tensor, factor, out=buffers("mixed"))
-
-
-def _meet(
-    tensor: torch.Tensor,
-    own_weight: float,
-    turn: Turn,
-    communicator: Communicator,
-    received: torch.Tensor,
-    async_op: bool,
-) -> Work | None:
-    """Mix with one other rank. Both ends compute the same two products, so equal weights give equal bits."""
-    assert turn.source is not None
-    assert turn.destination is not None
-
-    def finish() -> None:
-        tensor.mul_(own_weight).add_(received, alpha=turn.weight)
-
-    work = communicator.sendrecv(received, tensor, turn.source, turn.destination, async_op=async_op)
-    return followed(work, finish)
 
 
 def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:
