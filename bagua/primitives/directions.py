@@ -9,18 +9,17 @@ from typing import ClassVar
 
 import torch
 
-from bagua.checks import check_kind, check_numbers, check_whole
+from bagua.checks import check_numbers
 from bagua.comm import Communicator
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
-from bagua.primitives.power_sgd import between_blocks, orthonormal
-from bagua.primitives.reducers import SumReducer
+from bagua.primitives.power_sgd import LowRankReducer, between_blocks
 
 #: Added to the length of a column before it is divided by it.
 _EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
-class DionReducer(SumReducer):
+class DionReducer(LowRankReducer):
     """For each matrix an orthonormal direction of low rank; everything else in the tensor is summed exactly.
 
     For matrices ``G_i``, with rows at least as many as columns (transposed otherwise), and ``B`` (columns x
@@ -64,23 +63,15 @@ class DionReducer(SumReducer):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_whole(1, matrix_rank=self.matrix_rank)
+        super().__post_init__()
         check_numbers(lambda part: 0 <= part < 1, "a number from 0 and less than 1", momentum=self.momentum)
-        check_kind(int, "a whole number", seed=self.seed)
 
     def state(self) -> tuple[State, ...]:
         """The momenta of this rank, free of the scale of the loss, and the thin matrices, equal on all ranks."""
         return (State("momentum"), State("right_factors", self._first_factors, per="flat", scope="shared"))
 
-    def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
-        columns = sum(min(block.rows, block.columns) for block in self.directed(memory))
-        generator = torch.Generator().manual_seed(self.seed)
-        factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
-        return factors.to(memory.device)
-
-    def directed(self, memory: ReducerMemory) -> list[MatrixBlock]:
-        """The matrices whose result is a direction."""
-        return [one for one in memory.blocks if (one.rows + one.columns) * self.matrix_rank < one.numel]
+    def _columns_of(self, block: MatrixBlock) -> int:
+        return min(block.rows, block.columns)
 
     def reduce(
         self,
@@ -91,7 +82,7 @@ class DionReducer(SumReducer):
     ) -> None:
         """See ``SumReducer.reduce``. What is left out remains in the momenta."""
         assert remainder is None, "what is lost stays here"
-        exact, scale, blocks = summing_dtype(flat.dtype), memory.loss_scale, self.directed(memory)
+        exact, scale, blocks = summing_dtype(flat.dtype), memory.loss_scale, self.factored(memory)
         values = memory.buffer("values", flat.numel(), exact).copy_(flat)
         momentum = memory.propose("momentum").copy_(memory.state["momentum"]).add_(values, alpha=1 / scale)
         rests = between_blocks(blocks, flat.numel())
@@ -99,7 +90,8 @@ class DionReducer(SumReducer):
             momentum[rest].zero_()
         tall = [_tall(momentum, block) for block in blocks]
         left = self._left_factors(tall, [values[rest] for rest in rests], communicator, memory)
-        right = self._right_factors(tall, left, communicator, memory)
+        products = [torch.mm(a.t(), matrix).t() for matrix, a in zip(tall, left, strict=True)]
+        right = _summed(products, communicator, memory)
         units = memory.propose("right_factors").split_with_sizes([one.shape[1] for one in tall])
         for block, matrix, a, r, unit in zip(blocks, tall, left, right, units, strict=True):
             matrix.addmm_(a, r.t(), alpha=-(1 - self.momentum) / communicator.size)
@@ -108,31 +100,6 @@ class DionReducer(SumReducer):
             _tall(values, block).copy_(direction)
         flat.copy_(values)
 
-    def _left_factors(
-        self,
-        matrices: Sequence[torch.Tensor],
-        rests: Sequence[torch.Tensor],
-        communicator: Communicator,
-        memory: ReducerMemory,
-    ) -> list[torch.Tensor]:
-        """Orthonormal columns for each matrix, equal on all ranks; the rests are replaced by their sums."""
-        old = memory.state["right_factors"].split_with_sizes([matrix.shape[1] for matrix in matrices])
-        products = [torch.mm(matrix, b) for matrix, b in zip(matrices, old, strict=True)]
-        total = _summed([*products, *rests], communicator, memory, "left")
-        for rest, part in zip(rests, total[len(products) :], strict=True):
-            rest.copy_(part)
-        return [orthonormal(product) for product in total[: len(products)]]
-
-    def _right_factors(
-        self,
-        matrices: Sequence[torch.Tensor],
-        left: Sequence[torch.Tensor],
-        communicator: Communicator,
-        memory: ReducerMemory,
-    ) -> list[torch.Tensor]:
-        products = [torch.mm(a.t(), matrix).t() for matrix, a in zip(matrices, left, strict=True)]
-        return _summed(products, communicator, memory, "right")
-
 
 def _tall(flat: torch.Tensor, block: MatrixBlock) -> torch.Tensor:
     """A matrix of ``flat`` with at least as many rows as columns."""
@@ -140,12 +107,10 @@ def _tall(flat: torch.Tensor, block: MatrixBlock) -> torch.Tensor:
     return matrix if block.rows >= block.columns else matrix.t()
 
 
-def _summed(
-    parts: Sequence[torch.Tensor], communicator: Communicator, memory: ReducerMemory, name: str
-) -> list[torch.Tensor]:
+def _summed(parts: Sequence[torch.Tensor], communicator: Communicator, memory: ReducerMemory) -> list[torch.Tensor]:
     """The sums of ``parts`` over all ranks, in one message."""
     sizes = [part.numel() for part in parts]
-    message = memory.buffer(name, sum(sizes), memory.state["right_factors"].dtype)
+    message = memory.buffer("right", sum(sizes), memory.state["right_factors"].dtype)
     for piece, part in zip(message.split_with_sizes(sizes), parts, strict=True):
         piece.view(part.shape).copy_(part)
     communicator.allreduce(message)

@@ -13,8 +13,56 @@ from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_d
 from bagua.primitives.reducers import SumReducer
 
 
+class LowRankReducer(SumReducer):
+    """What reducers have in common that send a matrix as a product of two thin ones, its factors."""
+
+    matrix_rank: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_whole(1, matrix_rank=self.matrix_rank)
+        check_kind(int, "a whole number", seed=self.seed)
+
+    def factored(self, memory: ReducerMemory) -> list[MatrixBlock]:
+        """The matrices whose factors have fewer elements."""
+        rank = self.matrix_rank
+        return [block for block in memory.blocks if (block.rows + block.columns) * rank < block.numel]
+
+    def _columns_of(self, block: MatrixBlock) -> int:
+        return block.columns
+
+    def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
+        columns = sum(map(self._columns_of, self.factored(memory)))
+        generator = torch.Generator().manual_seed(self.seed)
+        factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
+        return factors.to(memory.device)
+
+    def _left_factors(
+        self,
+        matrices: Sequence[torch.Tensor],
+        rests: Sequence[torch.Tensor],
+        communicator: Communicator,
+        memory: ReducerMemory,
+    ) -> list[torch.Tensor]:
+        """Orthonormal columns for each matrix, equal on all ranks; the rests are replaced by their sums."""
+        rank, state = self.matrix_rank, memory.state["right_factors"]
+        right = state.split_with_sizes([matrix.shape[1] for matrix in matrices])
+        sizes = [len(matrix) * rank for matrix in matrices] + [rest.numel() for rest in rests]
+        message = memory.buffer("left", sum(sizes), state.dtype)
+        parts = message.split_with_sizes(sizes)
+        products = [part.view(-1, rank) for part in parts[: len(matrices)]]
+        for matrix, b, product in zip(matrices, right, products, strict=True):
+            torch.mm(matrix, b, out=product)
+        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
+            part.copy_(rest)
+        communicator.allreduce(message)
+        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
+            rest.copy_(part)
+        return [orthonormal(product) for product in products]
+
+
 @dataclass(frozen=True)
-class PowerSGDReducer(SumReducer):
+class PowerSGDReducer(LowRankReducer):
     """One step of a power iteration for each matrix; everything else in the tensor is summed exactly.
 
     For matrices ``M_i`` (rows x columns), with ``B`` (columns x ``matrix_rank``) from the call before::
@@ -50,10 +98,6 @@ class PowerSGDReducer(SumReducer):
     matrix_rank: int = 4
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_whole(1, matrix_rank=self.matrix_rank)
-        check_kind(int, "a whole number", seed=self.seed)
-
     def state(self) -> tuple[State, ...]:
         """The right factors, one below the other, equal on all ranks."""
         return (State("right_factors", self._first_factors, per="flat", scope="shared"),)
@@ -62,16 +106,6 @@ class PowerSGDReducer(SumReducer):
     def contraction(self) -> float | None:
         """All of a matrix may be orthogonal to its factors."""
         return 0.0
-
-    def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
-        columns = sum(block.columns for block in self._compressed(memory))
-        generator = torch.Generator().manual_seed(self.seed)
-        factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
-        return factors.to(memory.device)
-
-    def _compressed(self, memory: ReducerMemory) -> list[MatrixBlock]:
-        rank = self.matrix_rank
-        return [block for block in memory.blocks if (block.rows + block.columns) * rank < block.numel]
 
     def reduce(
         self,
@@ -83,12 +117,11 @@ class PowerSGDReducer(SumReducer):
         """See ``SumReducer.reduce``."""
         exact = summing_dtype(flat.dtype)
         values = flat if flat.dtype == exact else memory.buffer("values", flat.numel(), exact).copy_(flat)
-        blocks = self._compressed(memory)
+        blocks = self.factored(memory)
         matrices = [values[b.offset : b.offset + b.numel].view(b.rows, b.columns) for b in blocks]
         rests = [values[part] for part in between_blocks(blocks, flat.numel())]
 
-        right = memory.state["right_factors"].split_with_sizes([block.columns for block in blocks])
-        left = self._left_factors(matrices, rests, right, communicator, memory)
+        left = self._left_factors(matrices, rests, communicator, memory)
         own, total = self._right_factors(matrices, left, communicator, memory)
         if remainder is not None:
             remainder.zero_()
@@ -99,29 +132,6 @@ class PowerSGDReducer(SumReducer):
             torch.mm(a, b.t(), out=matrix)
         if values is not flat:
             flat.copy_(values)
-
-    def _left_factors(
-        self,
-        matrices: list[torch.Tensor],
-        rests: list[torch.Tensor],
-        right: Sequence[torch.Tensor],
-        communicator: Communicator,
-        memory: ReducerMemory,
-    ) -> list[torch.Tensor]:
-        """Orthonormal columns for each matrix, equal on all ranks; the rests are replaced by their sums."""
-        rank = self.matrix_rank
-        sizes = [len(matrix) * rank for matrix in matrices] + [rest.numel() for rest in rests]
-        message = memory.buffer("left", sum(sizes), memory.state["right_factors"].dtype)
-        parts = message.split_with_sizes(sizes)
-        products = [part.view(-1, rank) for part in parts[: len(matrices)]]
-        for matrix, b, product in zip(matrices, right, products, strict=True):
-            torch.mm(matrix, b, out=product)
-        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
-            part.copy_(rest)
-        communicator.allreduce(message)
-        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
-            rest.copy_(part)
-        return [orthonormal(product) for product in products]
 
     def _right_factors(
         self, matrices: list[torch.Tensor], left: list[torch.Tensor], communicator: Communicator, memory: ReducerMemory

@@ -103,7 +103,7 @@ class DirectionsToOptimizer(Then):
 
     def fold(self, flight: Flight) -> None:
         """Tell it; the result lies where the gradients do."""
-        directed = {block.offset for block in self.reducer.directed(flight.memory)}
+        directed = {block.offset for block in self.reducer.factored(flight.memory)}
         for parameter, offset in zip(flight.bucket.parameters, flight.bucket.offsets, strict=True):
             owner = flight.model.owner_of(parameter)
             if offset in directed and owner is not None and isinstance(owner[0], DionOptimizer):
