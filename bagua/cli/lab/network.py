@@ -286,15 +286,19 @@ def run(command: str) -> None:
 
 def new_namespace() -> int:
     """A descriptor of a new network namespace; this thread stays where it is."""
-    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
+    with _coming_back():
         call_kernel("unshare", CLONE_NEWNET)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def _coming_back() -> Iterator[None]:
+    """Bring this thread back to its namespace at the end of the block."""
+    with Path("/proc/thread-self/ns/net").open("rb") as before:
         try:
-            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+            yield
         finally:
-            call_kernel("setns", before, CLONE_NEWNET)
-    finally:
-        os.close(before)
+            call_kernel("setns", before.fileno(), CLONE_NEWNET)
 
 
 def enter(namespace: str) -> None:
@@ -309,15 +313,9 @@ def enter(namespace: str) -> None:
 @contextlib.contextmanager
 def inside(namespace: str) -> Iterator[None]:
     """Be in a namespace until the end of the block, with this thread and with what it starts."""
-    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
+    with _coming_back():
         enter(namespace)
-        try:
-            yield
-        finally:
-            call_kernel("setns", before, CLONE_NEWNET)
-    finally:
-        os.close(before)
+        yield
 
 
 def call_kernel(function: str, *arguments: int) -> None:
