@@ -157,15 +157,8 @@ class Work(Handle):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``, completed by the thread that completes the call, else by one that waits for it."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def complete() -> None:
-            try:
-                future.set_result(self.result())
-            except Exception as error:  # noqa: BLE001 - handed to the future
-                future.set_exception(error)
-
-        self.when_completed(complete)
+        future, settle = future_of(self.result)
+        self.when_completed(settle)
         return future
 
     def when_completed(self, callback: Callable[[], None]) -> None:
@@ -208,6 +201,19 @@ def joined(works: Sequence[Work], finish: Callable[[], None] | None) -> Work:
         return next((error for error in errors if error is not None), None)
 
     return Work(complete, together.is_completed, together.notify, give_up)
+
+
+def future_of(outcome: Callable[[], Any]) -> tuple[torch.futures.Future[Any], Callable[[], None]]:
+    """A future of torch, and what completes it with what ``outcome`` returns or raises."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def settle() -> None:
+        try:
+            future.set_result(outcome())
+        except Exception as error:  # noqa: BLE001 - handed to those who wait
+            future.set_exception(error)
+
+    return future, settle
 
 
 def followed(work: Work | None, finish: Callable[[], None]) -> Work | None:

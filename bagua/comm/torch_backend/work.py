@@ -27,7 +27,7 @@ import torch
 
 from bagua.comm import torch_private
 from bagua.comm.lifetime.forks import family, forked_error
-from bagua.comm.work import Work
+from bagua.comm.work import Work, future_of
 from bagua.errors import CommunicationError, CommunicatorClosedError
 from bagua.torch_private import backward_pass, when_backward_ends
 
@@ -289,14 +289,7 @@ class PlainFutures:
 
     def future(self, work: Work | None, outcome: Callable[[], Any], *, in_order: bool = True) -> Any:  # noqa: ARG002
         """A future of a started call; see ``CallbackThread.future``."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def settle() -> None:
-            try:
-                future.set_result(outcome())
-            except Exception as error:  # noqa: BLE001 - handed to those who wait
-                future.set_exception(error)
-
+        future, settle = future_of(outcome)
         if work is None or work.is_completed():
             settle()
         else:
