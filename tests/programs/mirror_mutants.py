@@ -12,7 +12,7 @@ import bagua.distributed as dist
 from bagua.comm import NON_MEMBER, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.comm.torch_forms import lists
-from bagua.distributed import collectives, messages
+from bagua.distributed import collectives, point_to_point
 from tests.programs.mutants import Mutant, around, patched
 
 REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")
@@ -22,7 +22,7 @@ def _everywhere(name: str, value: Any) -> Mutant:
     """A helper that several modules have imported."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        for place in (collectives, messages):
+        for place in (collectives, point_to_point):
             patch.setattr(place, name, value)
 
     return apply
@@ -110,8 +110,8 @@ def _one_tag(true: Any, communicator: Any, tensor: Any, other: Any, tag: int) ->
 
 
 def _all_one_tag(patch: pytest.MonkeyPatch) -> None:
-    around(messages, "_send_tagged", _one_tag)(patch)
-    around(messages, "_receive_tagged", _one_tag)(patch)
+    around(point_to_point, "_send_tagged", _one_tag)(patch)
+    around(point_to_point, "_receive_tagged", _one_tag)(patch)
 
 
 def _waits_and_returns_none(true: Any, communicator: Any, work: Any, outputs: Any, **options: Any) -> Any:
@@ -178,8 +178,8 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "asynchronous calls return nothing": around(collectives, "as_in_torch", _waits_and_returns_none),
     "synchronous calls return a work": around(collectives, "as_in_torch", _returns_work),
     "a work of a collective does not wait": around(collectives, "as_in_torch", _waits_for_nothing),
-    "a work of a message does not wait": around(messages, "as_in_torch", _waits_for_nothing),
-    "lists are not filled when a work is complete": around(lists, "_then", _forgets_lists),
+    "a work of a message does not wait": around(point_to_point, "as_in_torch", _waits_for_nothing),
+    "lists are not filled when a work is complete": around(lists, "followed", _forgets_lists),
     "recv returns the rank in the group": _as_the_group_counts("recv"),
     "recv_object_list returns the rank in the group": _as_the_group_counts("recv_object_list"),
     "all tags are one": _all_one_tag,
