@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from bagua.comm.call import POINT_TO_POINT, Call
@@ -79,7 +80,7 @@ class CallRecord:
         self.waited_s = 0.0
         self.waited_for: tuple[int, ...] = ()
         self.state = "started"
-        self.thread = self.waiter = threading.get_ident()
+        self.thread = self.waiter = get_ident()
         #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
         self.blocked_s: float | None = None
 
@@ -310,7 +311,7 @@ class Recorder:
         self.beat: Callable[[], None] = lambda: None
         self.numbers = itertools.count()
         self.beside: set[int] = set()
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self._books = Books((), (), Sums(CallTimes(), {}, {}, {}))
         self._writing = threading.RLock()
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
@@ -442,13 +443,13 @@ def in_background(recorder: Recorder | None = None) -> Iterator[None]:
     """
     before, here.background = here.background, True
     if recorder is not None:
-        recorder.beside.add(threading.get_ident())
+        recorder.beside.add(get_ident())
     try:
         yield
     finally:
         here.background = before
         if recorder is not None:
-            recorder.beside.discard(threading.get_ident())
+            recorder.beside.discard(get_ident())
 
 
 class Observer(Protocol):
