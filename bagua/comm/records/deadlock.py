@@ -234,7 +234,7 @@ def _stands_still(recorder: Recorder, waits: Iterable[CallRecord], made: Iterabl
     """
     living = {thread.ident for thread in threading.enumerate()}
     callers = {recorder.thread, *(record.thread for record in made if record.blocked_s is None)} & living
-    waiters = {record.waiter for record in waits}
+    waiters = {getattr(record, "waiter", record.thread) for record in waits}  # A synchronous call has none.
     return recorder.beside <= waiters and len(callers) <= 1 and (recorder.stands_still or bool(callers & waiters))
 
 

@@ -63,13 +63,14 @@ class CallRecord:
         state: ``started``; ``completed``; ``failed``; ``late``: peers had given up before this rank came; ``refused``:
             nothing was sent.
         thread: identity of the thread that made it.
-        waiter: identity of the thread that waits for it; 0 as long as none does.
+        waiter: identity of the thread that waits for it, of an asynchronous one; 0 as long as none does.
     """
 
     __slots__ = (
         *("begun", "blocked_s", "call", "ended", "number", "place"),
         *("state", "thread", "waited_for", "waited_s", "waiter"),
     )
+    waiter: int
 
     def __init__(self, call: Call, place: Place, number: int, begun: float) -> None:
         self.call = call
@@ -80,7 +81,7 @@ class CallRecord:
         self.waited_s = 0.0
         self.waited_for: tuple[int, ...] = ()
         self.state = "started"
-        self.thread = self.waiter = get_ident()
+        self.thread = here.ident
         #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
         self.blocked_s: float | None = None
 
@@ -426,9 +427,13 @@ class _Here(threading.local):
 
     Attributes:
         background: it is inside ``in_background``.
+        ident: its identity: one object, where asking anew makes one for each call.
     """
 
     background = False
+
+    def __init__(self) -> None:
+        self.ident = get_ident()
 
 
 here = _Here()
