@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bagua.comm import ReduceOp, group_of_seats, thread_store
+from bagua.comm.store.bucket import ObjectBucket
 from bagua.comm.transports import bucket as transport_module
 from bagua.errors import (
     CollectiveMismatchError,
@@ -148,6 +149,18 @@ def test_who_calls_something_else_is_named(tmp_path):
     found = on_seats(2, in_folder(tmp_path), "bucket", differ)
     assert any(isinstance(error, CollectiveMismatchError) for error in found), found
     assert all(isinstance(error, CollectiveMismatchError | PeerLostError) for error in found), found
+
+
+def test_an_object_that_was_cut_off_is_an_error_and_fills_nothing(tmp_path, monkeypatch):
+    true = ObjectBucket.get_part
+    monkeypatch.setattr(ObjectBucket, "get_part", lambda *given: (found := true(*given)) and found[:-1])
+    tensors = [torch.ones(3), torch.ones(3)]
+    found = on_seats(
+        2, in_folder(tmp_path), "bucket", lambda group: group.global_communicator.allreduce(tensors[group.rank])
+    )
+    assert any(isinstance(error, CollectiveMismatchError) and "is cut off" in str(error) for error in found), found
+    assert all(isinstance(error, CollectiveMismatchError | PeerLostError) for error in found), found
+    assert all(tensor.equal(torch.ones(3)) for tensor in tensors)
 
 
 def test_an_abort_reaches_those_who_wait(tmp_path):

@@ -335,6 +335,14 @@ class _Exchange:
         begin = start * into.element_size()
         for first, last in _pieces(len(room)):
             found = self._transport.get(name, owner, begin + first, last - first, self._deadline)
+            if len(found) != last - first:  # Not written by a member: these are as long as the call, or not there.
+                raise CollectiveMismatchError(
+                    f"the object {name} in the bucket is cut off",
+                    peers=[self._transport.membership.ranks[owner]],
+                    expected=f"{last - first} bytes from {begin + first} on",
+                    seen=f"{len(found)} bytes",
+                    advice="Look at who else writes to the bucket.",
+                )
             room[first:last] = found
         if not into.is_inference():
             torch.autograd.graph.increment_version(into)  # so that autograd notices, as after ``copy_``
