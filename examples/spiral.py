@@ -5,9 +5,9 @@ baguarun --nproc 2 examples/spiral.py
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-import bagua.torch_api as bagua
+import bagua
 
 BATCH, EPOCHS, LEARNING_RATE = 64, 20, 0.1
 
@@ -24,7 +24,6 @@ def spirals(count: int, seed: int) -> TensorDataset:
 
 
 bagua.init_process_group()
-rank, ranks = bagua.get_rank(), bagua.get_world_size()
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -32,11 +31,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 model = bagua.with_bagua(model, optimizer, "gradient_allreduce")
 
 train_data = spirals(4096, seed=1)
-sampler: DistributedSampler[int] = DistributedSampler(train_data, ranks, rank)
-loader = DataLoader(train_data, batch_size=BATCH // ranks, sampler=sampler)
+loader = DataLoader(train_data, batch_size=BATCH, shuffle=True)
+loader = bagua.distributed_loader(loader, split_batches=True)
 
-for epoch in range(EPOCHS):
-    sampler.set_epoch(epoch)
+for _ in range(EPOCHS):
     for points, arms in loader:
         loss = nn.functional.cross_entropy(model(points), arms)
         optimizer.zero_grad()
@@ -45,7 +43,6 @@ for epoch in range(EPOCHS):
 
 points, arms = spirals(4096, seed=2).tensors
 accuracy = (model(points).argmax(1) == arms).float().mean().item()
-if rank == 0:
-    print(f"accuracy {accuracy:.3f}")
+bagua.print_rank_0(f"accuracy {accuracy:.3f}")
 
 bagua.destroy_process_group()

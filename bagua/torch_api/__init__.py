@@ -31,6 +31,8 @@ from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, g
 
 if TYPE_CHECKING:
     from bagua.advise import advise
+    from bagua.cli import notebook_launch
+    from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
 
 __all__ = [
     "BaguaModule",
@@ -41,11 +43,13 @@ __all__ = [
     "TorchBackendOptions",
     "advise",
     "algorithms",
+    "average_metrics",
     "bagua_init",
     "communication",
     "data_parallel",
     "distributed",
     "distributed_define",
+    "distributed_loader",
     "env",
     "exceptions",
     "get_local_rank",
@@ -55,6 +59,8 @@ __all__ = [
     "get_world_size",
     "join_islands",
     "metrics",
+    "notebook_launch",
+    "print_rank_0",
     "unwrap",
     "with_bagua",
 ]
@@ -74,7 +80,11 @@ def __getattr__(name: str) -> Any:
 
 
 #: What few programs ask for, and takes long to import.
-_LATE = {"advise": "bagua.advise"}
+_LATE = {
+    "advise": "bagua.advise",
+    "notebook_launch": "bagua.cli",
+    **dict.fromkeys(("average_metrics", "distributed_loader", "print_rank_0"), "bagua.utilities.training"),
+}
 _late, __dir__ = late(__name__, _LATE)
 
 #: What others call the same.

@@ -49,7 +49,7 @@ LAYERS = {
 RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
 EXTRA_PACKAGES = {
     "bagua.compression": {"triton"},  # if PyTorch brought it along
-    "bagua.cli": {"rich", "matplotlib"},
+    "bagua.cli": {"cloudpickle", "matplotlib", "rich"},
 }
 
 # Packages that users enter by each of their modules.

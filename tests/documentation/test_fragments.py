@@ -30,8 +30,8 @@ RUN = (
 WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_torchft", "use_transformers")
 #: What must not be run: a mistake, shown as one.
 MISTAKES = ("save_and_resume",)
-#: What needs a store that somebody serves; `tests/membership` does the same.
-WITH_STORE = ("train_through_a_bucket", "use_islands")
+#: What needs a store that somebody serves, or processes; `tests/membership`, `utilities` and `cli` do the same.
+WITH_STORE = ("first_script", "train_through_a_bucket", "use_islands")
 #: What needs several GPUs; `tests/integrations` does the same on the CPU.
 WITH_GPUS = ("local_updates",)
 

@@ -1,0 +1,181 @@
+"""What a training script that runs on several ranks needs besides its model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from bagua import checks
+from bagua.comm import get_default_group
+from bagua.errors import ConfigurationError
+from bagua.utilities.rank_zero import rank_zero_only
+
+__all__ = ["DistributedLoader", "average_metrics", "distributed_loader", "print_rank_0"]
+
+Number = float | torch.Tensor
+
+#: Attributes of a loader that are arguments of its constructor, except those that say which samples make a batch.
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+
+
+@rank_zero_only
+def print_rank_0(*values: object, sep: str = " ", end: str = "\n", flush: bool = False) -> None:
+    """``print`` on rank 0; the other ranks print nothing. Before ranks are connected, the launcher's rank counts.
+
+    Args:
+        values: objects to print.
+        sep: text between two values.
+        end: text after the last value.
+        flush: True to send the text on at once.
+
+    Example:
+        >>> print_rank_0("epoch", 3)
+        epoch 3
+    """
+    sys.stdout.write(sep.join(map(str, values)) + end)
+    if flush:
+        sys.stdout.flush()
+
+
+def average_metrics(metrics: Number | Mapping[str, Number], weight: float = 1.0) -> Any:
+    """The mean of metrics over all ranks, weighted. All ranks call it, and all get the same numbers.
+
+    Args:
+        metrics: a number, a tensor of one element, or a dict of these with the same names on all ranks.
+        weight: weight of this rank, 0 or more; for example the number of samples that its metrics are means of.
+
+    Returns:
+        A float, or a dict of floats: ``sum(weight * metric) / sum(weight)``.
+
+    Raises:
+        NotInitializedError: ranks are not connected yet.
+        ConfigurationError: names differ between ranks, or all weights are 0; on all ranks. Or a metric is no number,
+            or the weight is negative or not finite; on that rank, and the others see a lost peer.
+
+    Example:
+        >>> average_metrics({"loss": torch.tensor(0.5), "accuracy": 0.75}, weight=32)
+        {'loss': 0.5, 'accuracy': 0.75}
+    """
+    given = metrics if isinstance(metrics, Mapping) else {"": metrics}
+    own = {name: _number(name, value) for name, value in given.items()}
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(
+            "a weight is a finite number", argument="weight", expected="0 or more", seen=repr(weight)
+        )
+    gathered = get_default_group().global_communicator.allgather_object([float(weight), own])
+    if len({tuple(values) for _, values in gathered}) > 1:
+        raise ConfigurationError(
+            "ranks have different metrics",
+            argument="metrics",
+            expected="the same names in the same order on all ranks",
+            seen="; ".join(f"rank {rank}: {', '.join(values) or 'none'}" for rank, (_, values) in enumerate(gathered)),
+        )
+    total = math.fsum(each for each, _ in gathered)
+    if not total:
+        raise ConfigurationError(
+            "all ranks have weight 0", argument="weight", expected="a positive weight on one rank", seen="0"
+        )
+    # A rank without samples may have no number at all: its 0 / 0 does not count.
+    means = {name: sum(each * values[name] for each, values in gathered if each) / total for name in own}
+    return means if isinstance(metrics, Mapping) else means[""]
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.item())
+    if isinstance(value, int | float):
+        return float(value)
+    seen = (
+        f"{type(value).__name__} of {value.numel()} elements"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
+    raise ConfigurationError(
+        "a metric is a number", argument=name or "metrics", expected="a float, or a tensor of one element", seen=seen
+    )
+
+
+class DistributedLoader(DataLoader[Any]):
+    """A loader of this rank's part of the data; ``distributed_loader`` makes it. Each pass is the next epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass over the loader be that of ``epoch``, when training resumes for example."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # all that torch promises
+        assert isinstance(self.sampler, DistributedSampler)
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return super().__iter__()
+
+
+def distributed_loader(loader: DataLoader[Any], *, split_batches: bool = False) -> DistributedLoader:
+    """``loader`` for this rank: it deals the samples among all ranks, and shuffles anew in each epoch.
+
+    Shuffled loaders stay shuffled, with torch's ``DistributedSampler``. All ranks get the same number of batches:
+    the sampler repeats a few samples at the end, or leaves some out where ``loader`` has ``drop_last=True``.
+
+    Args:
+        loader: ordinary loader with a ``batch_size``, shuffled or not.
+        split_batches: False if ``batch_size`` is that of each rank, True if it is that of all ranks together.
+
+    Raises:
+        NotInitializedError: ranks are not connected yet.
+        ConfigurationError: the loader has a sampler of its own, a batch sampler, or a dataset without length, or
+            ``batch_size`` cannot be split evenly.
+
+    Example:
+        >>> loader = DataLoader(torch.arange(6), batch_size=2)
+        >>> [batch.tolist() for batch in distributed_loader(loader)]
+        [[0, 1], [2, 3], [4, 5]]
+    """
+    group = get_default_group()
+    batch_size = _batch_size_of(loader)
+    if split_batches and batch_size % group.size:
+        raise ConfigurationError(
+            "the batch cannot be split among the ranks",
+            argument="batch_size",
+            expected=f"a multiple of {group.size}, the number of ranks",
+            seen=str(batch_size),
+        )
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, group.size, group.rank, shuffle=shuffle, seed=seed, drop_last=loader.drop_last
+    )
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    each = batch_size // group.size if split_batches else batch_size
+    return DistributedLoader(loader.dataset, batch_size=each, sampler=sampler, **kept)
+
+
+def _batch_size_of(loader: object) -> int:
+    if not isinstance(loader, DataLoader):
+        raise checks.wrong_type("loader", "a torch.utils.data.DataLoader", loader)
+    if isinstance(loader.dataset, IterableDataset):
+        seen = "an IterableDataset"
+    elif loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        seen = "a loader with batches of its own"
+    elif type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        seen = f"the sampler {type(loader.sampler).__name__}"
+    elif isinstance(loader.sampler, RandomSampler) and (loader.sampler.replacement or loader.sampler._num_samples):  # noqa: SLF001
+        seen = "a RandomSampler with replacement or num_samples"
+    else:
+        return loader.batch_size
+    raise ConfigurationError(
+        "this loader's samples cannot be dealt among ranks",
+        argument="loader",
+        expected="a loader with batch_size and shuffle",
+        seen=seen,
+        advice="Give each rank its own part with a sampler or a dataset of yours that knows the rank.",
+    )

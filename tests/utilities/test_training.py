@@ -1,0 +1,151 @@
+"""Loaders that deal, what rank 0 prints, and means of metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+import bagua.comm
+import bagua.torch_api
+from bagua.errors import ConfigurationError, NotInitializedError
+from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def _epochs(shuffle: bool, drop_last: bool, split_batches: bool, first: int) -> tuple[list[object], list[object]]:
+    """Three epochs of the dealt loader, and the same with torch's sampler by hand."""
+    rank, ranks = bagua.comm.get_rank(), bagua.comm.get_world_size()
+    data = torch.arange(23)
+    given = DataLoader(data, batch_size=6, shuffle=shuffle, drop_last=drop_last, collate_fn=torch.stack)
+    loader = distributed_loader(given, split_batches=split_batches)
+    loader.set_epoch(first)
+    sampler = DistributedSampler(data, ranks, rank, shuffle=shuffle, drop_last=drop_last)
+    by_hand = DataLoader(data, batch_size=6 // ranks if split_batches else 6, sampler=sampler, drop_last=drop_last)
+    found, expected = [], []
+    for epoch in range(first, first + 3):
+        found.append([batch.tolist() for batch in loader])
+        sampler.set_epoch(epoch)
+        expected.append([batch.tolist() for batch in by_hand])
+    assert len(loader) == len(by_hand)
+    assert loader.collate_fn is torch.stack
+    return found, expected
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("drop_last", "split_batches", "first"), [(True, False, 0), (False, True, 5), (False, False, 0)]
+)
+def test_a_dealt_loader_does_what_the_sampler_does_by_hand(thread_ranks, shuffle, drop_last, split_batches, first):
+    outcomes = thread_ranks(2, _epochs, shuffle, drop_last, split_batches, first)
+    for found, expected in outcomes:
+        assert found == expected
+        assert (found[0] != found[1]) == shuffle
+    assert outcomes[0][0] != outcomes[1][0]
+
+
+def _seeded() -> list[object]:
+    generator = torch.Generator().manual_seed(7)
+    loader = DataLoader(torch.arange(8), batch_size=4, shuffle=True, generator=generator)
+    return [batch.tolist() for batch in distributed_loader(loader)]
+
+
+def test_the_seed_of_the_loaders_generator_shuffles(thread_ranks):
+    dealt = [sample for part in thread_ranks(2, _seeded) for batch in part for sample in batch]
+    assert sorted(dealt) == list(range(8))
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(7)).tolist()
+    assert dealt == order[::2] + order[1::2]
+
+
+_UNDEALT = {
+    "a torch.utils.data.DataLoader": lambda: [1, 2],
+    "an IterableDataset": lambda: DataLoader(_Stream(), batch_size=2),
+    "batches of its own": lambda: DataLoader(torch.arange(4), batch_sampler=[[0, 1], [2, 3]]),
+    "WeightedRandomSampler": lambda: DataLoader(torch.arange(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+    "replacement or num_samples": lambda: DataLoader(
+        torch.arange(4), 2, sampler=torch.utils.data.RandomSampler(range(4), replacement=True)
+    ),
+    "a multiple of 2": lambda: DataLoader(torch.arange(4), 3),
+}
+
+
+def _refusal(words: str) -> str:
+    with pytest.raises((ConfigurationError, TypeError)) as refused:
+        distributed_loader(_UNDEALT[words](), split_batches=True)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("words", _UNDEALT)
+def test_a_loader_that_cannot_be_dealt_is_refused(thread_ranks, words):
+    assert all(words in text for text in thread_ranks(2, _refusal, words))
+
+
+def _averages() -> list[object]:
+    rank = bagua.comm.get_rank()
+    empty = math.nan if rank == 0 else float(rank)
+    return [
+        average_metrics(float(rank)),
+        average_metrics(torch.tensor([rank]), weight=rank + 1),
+        average_metrics({"loss": torch.tensor(float(rank)), "right": rank * 2}, weight=2.0),
+        average_metrics(empty, weight=rank),
+        math.isnan(average_metrics(empty)),
+    ]
+
+
+def test_metrics_are_averaged_by_weight(thread_ranks):
+    assert thread_ranks(3, _averages) == [[1.0, 8 / 6, {"loss": 1.0, "right": 2.0}, 5 / 3, True]] * 3
+
+
+def _wrong_metrics() -> list[str]:
+    rank = bagua.comm.get_rank()
+    texts = []
+    for metrics, weight in (
+        ({f"loss{rank}": 1.0}, 1.0),
+        (1.0, 0.0),
+        ({"loss": torch.ones(2)}, 1),
+        ("1", 1),
+        (1.0, -1),
+        (1.0, math.inf),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            average_metrics(metrics, weight)
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_metrics_that_have_no_mean_are_refused(thread_ranks):
+    for names, weightless, vector, text, negative, endless in thread_ranks(2, _wrong_metrics):
+        assert "rank 0: loss0; rank 1: loss1" in names
+        assert "all ranks have weight 0" in weightless
+        assert "argument loss" in vector
+        assert "2 elements" in vector
+        assert "argument metrics" in text
+        assert "-1" in negative
+        assert "inf" in endless
+
+
+def test_ranks_must_be_connected():
+    for call in (lambda: average_metrics(1.0), lambda: distributed_loader(DataLoader(torch.arange(4)))):
+        with pytest.raises(NotInitializedError):
+            call()
+
+
+def _printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rank_0("rank", bagua.comm.get_rank(), sep="-", end="!\n", flush=True)
+
+
+def test_rank_0_alone_prints(thread_ranks, capsys):
+    thread_ranks(3, _printed, capsys)
+    assert capsys.readouterr().out == "rank-0!\n"
+
+
+@pytest.mark.parametrize("name", ["average_metrics", "distributed_loader", "notebook_launch", "print_rank_0"])
+def test_the_front_door_has_the_helpers(name):
+    assert getattr(bagua.torch_api, name) is getattr(bagua, name)
+    assert name in bagua.torch_api.__all__
