@@ -15,6 +15,7 @@ _OURS = (
     "BAGUA_DEBUG",
     "BAGUA_FLIGHT_DIR",
     "BAGUA_ISLANDS",
+    "BAGUA_LAUNCHER",
     "BAGUA_LOG",
     "BAGUA_SHM_STAGING_BYTES",
     "BAGUA_TIMEOUT_S",
@@ -146,6 +147,11 @@ def log_level() -> str | None:
 def flight_dir() -> str | None:
     """``BAGUA_FLIGHT_DIR``: where each rank writes its last calls when one fails, or None."""
     return os.environ.get("BAGUA_FLIGHT_DIR") or None
+
+
+def error_file() -> str | None:
+    """``TORCHELASTIC_ERROR_FILE`` under ``baguarun`` (``BAGUA_LAUNCHER``): where it reads why a rank ended, or None."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE") if _switch("BAGUA_LAUNCHER") else None
 
 
 def advice_file() -> str | None:

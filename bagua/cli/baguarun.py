@@ -1,11 +1,12 @@
 """The command ``baguarun``: torchrun under a name that stands beside ``bagua``.
 
-Every flag is torchrun's and means what it means there. Five things differ: ``--nproc`` is short for
+Every flag is torchrun's and means what it means there. Six things differ: ``--nproc`` is short for
 ``--nproc-per-node``, ``--version`` prints bagua's version, ``--help`` begins with how a script is started, the store
-of a job of one host is reached from there alone, and ``--serve-islands`` starts no script but keeps the store where
-islands meet.
+of a job of one host is reached from there alone, a failure ends with one summary, and ``--serve-islands`` starts no
+script but keeps the store where islands meet.
 """
 
+import logging
 import signal
 import socket
 import sys
@@ -14,7 +15,8 @@ import uuid
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 
-from bagua import __version__
+from bagua import __version__, env
+from bagua.cli.failures import flight_folder, summary
 from bagua.cli.interrupts import handled
 
 USAGE = """\
@@ -64,11 +66,21 @@ def _start(given: list[str]) -> int:
         return 0
     flags.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)
     job, store = flags.parse_args(given), None
+    # What torchrun would say of these, the summary says, and torchrun's choice for OMP_NUM_THREADS needs no notice.
+    for part in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{part}").setLevel(logging.CRITICAL)
+    threads = {} if job.nproc_per_node == "1" else {"OMP_NUM_THREADS": "1"}
     try:
         store = _served_by_us(job)
-        record(run.run)(job)
-    except ChildFailedError as failed:
-        print(failed, file=sys.stderr)  # lists the ranks that failed
+        with (
+            flight_folder() as folder,
+            env.with_defaults({**threads, "BAGUA_FLIGHT_DIR": folder, "BAGUA_LAUNCHER": "1"}),
+        ):
+            try:
+                record(run.run)(job)
+            except ChildFailedError as failed:
+                print(summary(failed.failures, env.flight_dir() or folder), file=sys.stderr)
+                return 1
     except RuntimeError as failed:
         if "EADDRINUSE" not in str(failed):
             raise

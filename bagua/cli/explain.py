@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from bagua import observe
+from bagua.cli.failures import SUMMARY
 from bagua.errors import ConfigurationError
 
 
@@ -20,16 +22,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bagua explain",
         description="Say in sentences which rank did something else than the others, or did not come.",
-        epilog="Ranks write their records when a call fails, or on SIGUSR2, if the job was started with "
-        "BAGUA_FLIGHT_DIR=DIR, to a folder of the job in DIR. calls_RANK.txt there shows the last calls of a rank. "
+        epilog="Ranks write their records when a call fails, or on SIGUSR2, to a folder of the job in DIR. baguarun "
+        "names DIR when a rank fails; elsewhere, start the job with BAGUA_FLIGHT_DIR=DIR. "
+        "calls_RANK.txt there shows the last calls of a rank. "
         "Torch's analyzer reads the same records: "
         "python -m torch.distributed.flight_recorder.fr_trace DIR/JOB --prefix flight_rank_",
     )
     parser.add_argument("folder", metavar="DIR", help="BAGUA_FLIGHT_DIR, for the latest job; or the folder of a job")
     parsed = parser.parse_args(arguments)
+    said = Path(parsed.folder) / SUMMARY
+    if said.exists():
+        print(said.read_text(encoding="utf-8"), end="")
+        print("".join(f"Full traceback: {path}\n" for path in sorted(said.parent.glob("traceback_*.txt"))), end="")
     try:
         sentences = observe.explain(parsed.folder)
     except ConfigurationError as error:
+        if said.exists():  # No call has failed.
+            return 0
         print(f"bagua explain: {error}", file=sys.stderr)
         return 1
     print("\n".join(sentences))

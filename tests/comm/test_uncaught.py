@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bagua.comm.lifetime.closing import uncaught_error
+from bagua.comm.lifetime.closing import own_traceback, report_uncaught, uncaught_error
 from bagua.comm.startup.default_group import WorldHolder
+from bagua.errors import PeerLostError
 from tests.interpreters import interpreter
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,8 +50,15 @@ def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_pa
     said = run(tmp_path, backend, "raise RuntimeError('my own bug')")
     assert "PeerLostError: lost rank 1: it left its script with RuntimeError: my own bug" in said
     assert "RuntimeError: my own bug" in said
-    cause = said.partition("Root Cause")[2]
-    assert "rank      : 1" in cause
+    assert "site-packages" not in said
+    summary = said.partition("baguarun: ")[2]
+    assert summary.startswith("rank 1 failed: RuntimeError: my own bug\n  Traceback")
+    assert "rank 0 failed: PeerLostError: lost rank 1" in summary
+    folder = summary.split()[-1]
+    assert "site-packages" not in Path(folder, "summary.txt").read_text()
+    assert "PeerLostError" in Path(folder, "traceback_0.txt").read_text()
+    assert len(list(Path(folder).glob("*/flight_rank_0"))) == 1
+    shutil.rmtree(folder)
 
 
 @pytest.mark.shm
@@ -75,3 +86,37 @@ def test_a_world_is_closed_although_its_error_cannot_be_told(monkeypatch: pytest
     with pytest.raises(TypeError):
         holder._close_at_exit()
     assert closed == [True]
+
+
+def _raised_inside_torch() -> Exception:
+    try:
+        torch.utils.data.default_collate([object()])
+    except TypeError as raised:
+        return raised
+    raise AssertionError("torch takes it")
+
+
+def test_a_traceback_holds_the_users_frames_alone() -> None:
+    told = own_traceback(_raised_inside_torch())
+    assert "test_uncaught.py" in told
+    assert "TypeError: default_collate" in told
+    assert "site-packages/torch" not in told
+    error = PeerLostError.of(1, "it died")
+    told = own_traceback(error)
+    assert told == f"PeerLostError: {str(error).partition(chr(10))[0]}\n"
+
+
+def test_an_error_that_cannot_be_handed_over_is_printed_as_usual(tmp_path: Path, monkeypatch, capsys) -> None:
+    usual: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: usual.append(arguments))
+    report_uncaught(3, str(tmp_path / "no folder" / "error.json"))
+    error = ValueError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert usual == [(ValueError, error, None)]
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: usual.append(arguments))
+    report_uncaught(3, str(tmp_path / "error.json"))
+    sys.excepthook(ValueError, error, None)
+    assert len(usual) == 1
+    assert capsys.readouterr().err == "[rank3]: ValueError: mine\n"
+    facts = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
+    assert (facts["culprit"], facts["rank"]) == (3, 3)

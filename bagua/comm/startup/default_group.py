@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.closing import run_all, uncaught_error
+from bagua.comm.lifetime.closing import report_uncaught, run_all, uncaught_error
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
@@ -118,9 +118,11 @@ class WorldHolder:
             self.context.set(world)
             return
         self.process_world = world
-        if not self.exit_registered:
+        if world is not None and not self.exit_registered:
             self.exit_registered = True
             atexit.register(self._close_at_exit)
+            if (error_file := env.error_file()) is not None:
+                report_uncaught(world.group.ranks[world.group.rank], error_file)
 
     def _close_at_exit(self) -> None:
         world, self.process_world = self.process_world, None
