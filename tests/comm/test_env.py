@@ -1,7 +1,10 @@
 """What bagua reads from the environment, and how it answers nonsense there."""
 
+import logging
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,3 +107,18 @@ def test_variables_without_meaning_are_warned_of_once(caplog, monkeypatch):
     for _ in range(2):
         formation.configure_log()
     assert caplog.text.count("BAGUA_TIMEOUTS") == 1
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_a_message_has_its_rank_and_a_line_of_its_own(monkeypatch, capsys, bars):
+    monkeypatch.setenv("RANK", "3")
+    record = logging.LogRecord("bagua", logging.WARNING, "", 0, "late: rank %d", (2,), None)
+    shown, written = formation._Shown(), []
+    fake = SimpleNamespace(tqdm=SimpleNamespace(write=lambda text, file: written.append(text)))
+    monkeypatch.setitem(sys.modules, "tqdm", fake) if bars else monkeypatch.delitem(sys.modules, "tqdm", raising=False)
+    shown.handle(record)
+    assert capsys.readouterr().err == ""  # pytest has set up logging
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    shown.handle(record)
+    line = "[rank3] bagua WARNING: late: rank 2"
+    assert (written, capsys.readouterr().err) == (([line], "") if bars else ([], f"{line}\n"))

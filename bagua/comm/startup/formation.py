@@ -32,11 +32,32 @@ _log = logging.getLogger("bagua")
 
 
 def configure_log() -> None:
-    """Show the messages of ``bagua`` from the level that ``BAGUA_LOG`` names, and warn of variables without meaning."""
+    """Show messages of ``bagua``, from the level that ``BAGUA_LOG`` names, and warn of variables without meaning."""
     level = env.log_level()
     if level is not None:
-        _show_from(level)
+        _set_level(level)
+    if not _log.handlers:
+        _log.addHandler(_Shown())
     _warn_of_variables()
+
+
+class _Shown(logging.Handler):
+    """Writes each message to a line of its own, with its rank, unless the program has set up logging itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        rank = env.get_rank()
+        where = "" if rank is None else f"[rank{rank}] "
+        text = f"{where}bagua {record.levelname}: {record.getMessage()}"
+        bars = sys.modules.get("tqdm")
+        try:
+            if bars is None:
+                sys.stderr.write(f"{text}\n")
+            else:  # Progress bars leave the cursor at the end of their line.
+                bars.tqdm.write(text, file=sys.stderr)
+        except Exception:  # noqa: BLE001  # as handlers do
+            self.handleError(record)
 
 
 @cache
@@ -46,7 +67,7 @@ def _warn_of_variables() -> None:
             _log.warning("environment: %s", sentence)
 
 
-def _show_from(level: str) -> None:
+def _set_level(level: str) -> None:
     try:
         _log.setLevel(level.upper())
     except ValueError:
@@ -56,10 +77,6 @@ def _show_from(level: str) -> None:
             expected="debug, info, warning or error",
             seen=repr(level),
         ) from None
-    if not _log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("bagua %(levelname)s: %(message)s"))
-        _log.addHandler(handler)
 
 
 def fresh(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> dist.Store:
