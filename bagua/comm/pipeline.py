@@ -17,7 +17,7 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import CallRecord, Place, Recorder, Statistics, observers
-from bagua.comm.transports.contract import DONE, Handle, Transport
+from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Handle, Transport
 from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
     CollectiveTimeoutError,
@@ -285,15 +285,16 @@ class CallPipeline:
         """
         if spent is None:
             spent = blocked_s = ended - record.begun
-        if self._arrivals is not None and record.call.kind not in POINT_TO_POINT:
-            record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)
+        call = record.call
+        if self._arrivals is not None and call.kind not in POINT_TO_POINT:
+            number, waited_s, last = self._arrivals[call.sequence % ARRIVALS_LENGTH]
+            if number == call.sequence:
+                record.waited_s, record.waited_for = waited_s, last
         if not self._shared:
-            self.statistics.add(record.call, spent)
-            self.statistics.end(record, ended, blocked_s)
+            self.statistics.end(record, ended, blocked_s, spent)
             return
         with self._counting:
-            self.statistics.add(record.call, spent)
-            self.statistics.end(record, ended, blocked_s)
+            self.statistics.end(record, ended, blocked_s, spent)
 
     def _finish_composite(self) -> None:
         """Take the steps that are left of a collective made of several, which come before the next call."""

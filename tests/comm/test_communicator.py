@@ -273,9 +273,9 @@ def test_a_failed_call_is_not_counted(comm, transport):
 )
 def test_bytes_that_a_rank_must_send(call, bytes_sent):
     statistics = Statistics(Place("world", "threads", 1, (0, 1, 2, 3)))
-    statistics.add(call, 0.5)
+    statistics.end(statistics.begin(call, 0.0), 1.0, blocked_s=0.0)
     assert statistics.snapshot()[call.kind].sent_bytes == bytes_sent
-    statistics.add(call, 0.5)
+    statistics.end(statistics.begin(call, 0.0), 1.0, blocked_s=0.0)
     assert statistics.snapshot()[call.kind].sent_bytes == 2 * bytes_sent
 
 

@@ -171,7 +171,6 @@ def test_a_call_that_ends_while_its_communicator_is_closed_is_counted(clock, sta
     record = statistics.begin(call(1), clock())
     record.waited_s, record.waited_for = 3.0, (2,)
     recorder.retire(statistics)
-    statistics.add(record.call, 5.0)
     statistics.end(record, clock() + 5.0, blocked_s=5.0)
     assert recorder.times() == CallTimes(5.0, 2.0, 3.0, 5.0, 1)
     assert (recorder.waits(), recorder.lasts()) == ({2: 3.0}, {2: 1.0})
@@ -185,7 +184,7 @@ def test_the_totals_count_a_call_that_ends_after_its_communicator_was_closed(clo
     for number, statistics in enumerate(closed):
         record = statistics.begin(call(1), clock())
         recorder.retire(statistics)
-        statistics.add(record.call, 1.0)
+        statistics.end(record, clock(), blocked_s=0.0)
         assert recorder.totals()[record.call.kind].calls == number + 1
     assert len(recorder._books.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"
 
@@ -200,7 +199,7 @@ def test_totals_that_are_read_while_a_call_is_counted_have_all_of_it_or_nothing(
     monkeypatch.setattr(records, "sent_by", asking)
     message = Call("send", 0, torch.float32, 5, root=1)
     for count in (1, 2):
-        statistics.add(message, 1.0)
+        statistics.end(statistics.begin(message, 0.0), 0.0, blocked_s=0.0, spent_s=1.0)
         assert statistics.snapshot() == {"send": KindStatistics(count, 20 * count, 20 * count, float(count))}
     assert readings == [{}, {"send": KindStatistics(1, 20, 20, 1.0)}]
 

@@ -161,15 +161,17 @@ class Statistics:
         self.recent.append(record)
         return record
 
-    def end(self, record: CallRecord, ended: float, blocked_s: float) -> None:
-        """Its result is there.
+    def end(self, record: CallRecord, ended: float, blocked_s: float, spent_s: float = 0.0) -> None:
+        """Its result is there: count it.
 
         Args:
             record: record of the call.
             ended: since when, by the clock of the recorder.
             blocked_s: for how long the thread that made it has stood still for it.
+            spent_s: seconds inside of the call and of its ``wait``.
         """
         recorder = self.recorder
+        self._count(record.call, spent_s)
         record.ended, record.state = ended, "completed"
         if self.aside:
             record.waited_s, record.waited_for = 0.0, ()
@@ -206,16 +208,15 @@ class Statistics:
             if late:
                 self.lasts[rank] = self.lasts.get(rank, 0.0) + share
 
-    def add(self, call: Call, seconds: float) -> None:
-        """Count one completed call."""
+    def _count(self, call: Call, spent_s: float) -> None:
         kind = call[0]
-        calls, before, volume, sent = self._totals.get(kind, _NOTHING)
+        calls, before_s, volume, sent = self._totals.get(kind, _NOTHING)
         if kind in EVEN:
             volume += call[3] * call[2].itemsize
         else:
             volume += call.nbytes
             sent += sent_by(call, self.place.rank, len(self.place.ranks))
-        self._totals[kind] = (calls + 1, before + seconds, volume, sent)
+        self._totals[kind] = (calls + 1, before_s + spent_s, volume, sent)
 
     def snapshot(self) -> dict[str, KindStatistics]:
         """Totals by kind."""

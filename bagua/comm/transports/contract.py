@@ -202,22 +202,10 @@ class Membership:
         )
 
 
-class Arrivals:
-    """For which peers the last collectives waited, and how long. One thread at a time notes, any reads."""
-
-    _LENGTH = 64
-
-    def __init__(self) -> None:
-        self._last: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())] * self._LENGTH
-
-    def note(self, sequence: int, waited_s: float, last: tuple[int, ...]) -> None:
-        """Collective number ``sequence`` waited for ``last``, global ranks of those that came last."""
-        self._last[sequence % self._LENGTH] = (sequence, waited_s, last)
-
-    def of(self, sequence: int) -> tuple[float, tuple[int, ...]]:
-        """Seconds waited and who came last; 0 and no rank if this one did."""
-        noted, waited_s, last = self._last[sequence % self._LENGTH]
-        return (waited_s, last) if noted == sequence else (0.0, ())
+#: For which peers the last collectives waited: number of the call, seconds, and global ranks of those that came last; a
+#: call stands in the place of its number, modulo the length. One thread at a time writes a place, any reads.
+Arrivals = list[tuple[int, float, tuple[int, ...]]]
+ARRIVALS_LENGTH = 64
 
 
 class Transport(ABC):
@@ -236,7 +224,7 @@ class Transport(ABC):
             in one background thread, in order; or on a communication stream.
         overlaps: True if calls go on by themselves, over a network, so that it pays to compute for one exchange while
             another one waits.
-        arrivals: for which peers the last collectives waited; None where the transport cannot see who comes when.
+        arrivals: see ``Arrivals``; None where the transport cannot see who comes when.
     """
 
     name: str = "abstract"

@@ -100,21 +100,6 @@ def _compare_counts(ranks: Sequence[int], rank: int, notices: list[Notice]) -> N
                 )
 
 
-def reduce_copies(peers: Peers, slot: int, call: Call, target: torch.Tensor) -> None:
-    """An allreduce of small data, which every rank has copied for the others: each reduces everything.
-
-    No peer reads the caller's tensors, so that no last barrier is needed.
-
-    Args:
-        peers: the ranks, which have agreed on ``call``.
-        slot: number of the slot in which they published.
-        call: an allreduce.
-        target: source and target of this rank.
-    """
-    out = target if target.dim() == 1 else target.view(-1)
-    fold(peers.copies(slot, out), call.reduction, out)
-
-
 class MemoryExchange:
     """One collective, from the moment that all ranks have agreed on it.
 

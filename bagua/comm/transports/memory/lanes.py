@@ -17,6 +17,8 @@ from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, Concur
 
 #: How long a signal handler may have to wait.
 _SLICE_S = 0.1
+#: What a lane may take after the deadline to find out what to say.
+_GRACE_S = 0.2
 #: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).
 Lane = tuple[str, int]
 COLLECTIVE: Lane = ("collective", -1)
@@ -138,7 +140,6 @@ class Lanes:
         abandoned: Callable[[str], None],
         *,
         asynchronous: bool,
-        grace_s: float = 0.2,
     ) -> Handle:
         """Run ``task`` in the calling thread if it may wait there, else behind the earlier calls of its lane.
 
@@ -148,7 +149,6 @@ class Lanes:
             deadline: moment at which the call must be over.
             abandoned: told why, when a wait is given up.
             asynchronous: True if the caller goes on at once.
-            grace_s: see ``LaneHandle``.
         """
         if not asynchronous and self.idle(lane):
             if not self.shared:
@@ -156,7 +156,7 @@ class Lanes:
                 return DONE
             if not handlers_may_call():
                 return self.inline([lane], task, deadline, abandoned)
-        return LaneHandle([self.submit(lane, task)], deadline, abandoned, grace_s)
+        return LaneHandle([self.submit(lane, task)], deadline, abandoned)
 
     def submit(self, lane: Lane, task: Callable[[], None]) -> LaneTask:
         """Run ``task`` when the earlier calls of its lane are complete.
@@ -229,16 +229,12 @@ class LaneHandle(Handle):
         parts: task of each lane.
         deadline: moment at which the call must be over.
         abandoned: told why, when a wait is given up.
-        grace_s: seconds that a lane may take after the deadline to find out what to say.
     """
 
-    __slots__ = ("_abandoned", "_deadline", "_grace_s", "_parts")
+    __slots__ = ("_abandoned", "_deadline", "_parts")
 
-    def __init__(
-        self, parts: Sequence[LaneTask], deadline: Deadline, abandoned: Callable[[str], None], grace_s: float = 0.2
-    ) -> None:
+    def __init__(self, parts: Sequence[LaneTask], deadline: Deadline, abandoned: Callable[[str], None]) -> None:
         self._parts = parts
-        self._grace_s = grace_s
         self._deadline = deadline
         self._abandoned = abandoned
 
@@ -252,7 +248,7 @@ class LaneHandle(Handle):
             return
         if not self._settled():
             # At its own deadline the lane raises an error that knows more: let it.
-            remaining = self._deadline.left_s + self._grace_s
+            remaining = self._deadline.at - time.perf_counter() + _GRACE_S
             self._sleep(max(remaining if timeout_s is None else min(timeout_s, remaining), 0.0))
         completed = self.is_completed()  # Before the errors: a part that fails from here on must not look complete.
         for part in parts:
@@ -265,7 +261,12 @@ class LaneHandle(Handle):
 
     def _settled(self) -> bool:
         """Whether all parts are over, or one has failed."""
-        return self.is_completed() or self.failed
+        over = True
+        for part in self._parts:  # In each call: see ``is_completed``.
+            if part.error is not None:
+                return True
+            over &= part.done
+        return over
 
     def _sleep(self, seconds: float) -> None:
         bell = threading.Lock()
@@ -298,7 +299,8 @@ class LaneHandle(Handle):
     @property
     def ended_at(self) -> float | None:
         """When the last part was complete; None before that."""
-        return max([part.ended_at for part in self._parts]) if self.is_completed() else None
+        moments = [part.ended_at for part in self._parts]
+        return max(moments) if all(moments) else None
 
     def notify(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` in the lane whose part is the last to complete."""

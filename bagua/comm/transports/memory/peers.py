@@ -97,14 +97,17 @@ class Peers(ABC):
         """What each rank published in ``slot``, by rank."""
         return [line.notice(slot) for line in self.lines]
 
-    def all_copied(self, slot: int) -> bool:
-        """Whether all ranks published the same call in ``slot``, with a copy of their data that can be seen at once."""
-        notices = self.notices(slot)
-        own = notices[self.rank].agreement
-        return all(one.agreement == own and not one.lent and one.piece >= one.call.numel for one in notices)
+    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor] | None:
+        """What all ranks copied into ``slot``, by rank; None unless they copied all of the same call's data.
 
-    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor]:
-        """What all ranks copied into ``slot``, by rank, if ``all_copied``; of this rank ``own``, which is flat."""
+        Args:
+            slot: number of the slot in which they published.
+            own: data of this rank, which is flat; stands for its copy.
+        """
+        notices = self.notices(slot)
+        agreed = notices[self.rank].agreement
+        if not all(one.agreement == agreed and not one.lent and one.piece >= one.call.numel for one in notices):
+            return None
         parts = [own] * self.size
         for other in self._others:
             parts[other] = self.lines[other].view(slot, 0, own.numel())

@@ -35,8 +35,9 @@ import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
-from bagua.comm.transports.contract import DONE, Arrivals, Handle, Membership, Transport
-from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
+from bagua.comm.reduction import fold
+from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Handle, Membership, Transport
+from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages, Wildcard, Wildcards
@@ -73,7 +74,7 @@ class MemoryTransport(Transport):
         self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))
         self._turn = 0
         self._small_bytes = small_bytes(membership.size)
-        self.arrivals: Arrivals = Arrivals()
+        self.arrivals: Arrivals = [(0, 0.0, ())] * ARRIVALS_LENGTH
         #: Who uses what ``close`` gives back: the thread that makes a synchronous call, one at a time, and others by
         #: number. The last one to go gives it back if they kept ``close`` from doing so.
         self._calling = False
@@ -243,11 +244,15 @@ class MemoryTransport(Transport):
         come = time.perf_counter()
         last = peers.barrier(call, deadline, spin_s, suspect)
         if last:
-            self.arrivals.note(call.sequence, time.perf_counter() - come, peers.named(last))
-        if small and call.kind == "allreduce" and call.numel and peers.all_copied(slot):
+            noted = (call.sequence, time.perf_counter() - come, peers.named(last))
+            self.arrivals[call.sequence % ARRIVALS_LENGTH] = noted
+        if small and call.kind == "allreduce" and call.numel:
             assert target is not None
-            reduce_copies(peers, slot, call, target)
-            return
+            flat = target if target.dim() == 1 else target.view(-1)
+            copies = peers.copies(slot, flat)
+            if copies is not None:  # Each rank reduces all. No peer reads the caller's tensor, so no last barrier.
+                fold(copies, call.reduction, flat)
+                return
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)
         if call.kind != "barrier":

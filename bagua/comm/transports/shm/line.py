@@ -137,6 +137,10 @@ class ControlLine(Line):
     Args:
         memory: the control memory of the rank.
         size: number of ranks of the communicator.
+
+    Attributes:
+        calls: call that was published last, by slot, as far as this rank has read it.
+        places: location of its data.
     """
 
     def __init__(self, memory: SharedMemory, size: int) -> None:
@@ -148,8 +152,8 @@ class ControlLine(Line):
         #: Where copied data begins, by slot; messages have none.
         self._inline_starts = [layout.inline + slot * layout.slot_bytes for slot in range(2)]
         slots = Slots(size).count
-        self._calls: list[Call] = [Call("", 0, torch.uint8)] * slots
-        self._places = [NOWHERE] * slots
+        self.calls: list[Call] = [Call("", 0, torch.uint8)] * slots
+        self.places = [NOWHERE] * slots
         #: Of the segments in which the data lies; they keep the memory, even if its owner has already left.
         self._shown: list[Views | None] = [None] * slots
         self._numbers = [
@@ -165,7 +169,7 @@ class ControlLine(Line):
 
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
-        place = self._places[slot]
+        place = self.places[slot]
         if place.where == Where.INLINE:
             return self._inline.get(place.dtype, self._inline_starts[slot] + start * place.dtype.itemsize, stop - start)
         if start == stop:
@@ -179,7 +183,7 @@ class ControlLine(Line):
         return self._inline.get(dtype, self._inline_starts[slot], numel)
 
     def address(self, slot: int, start: int, stop: int) -> int:
-        place = self._places[slot]
+        place = self.places[slot]
         if start == stop:
             return 0
         if place.where == Where.INLINE:
@@ -210,7 +214,7 @@ class ControlLine(Line):
             return place.offset + start * itemsize
         if place.where == Where.OUTBOX:
             return place.offset
-        call, row = self._calls[slot], 0
+        call, row = self.calls[slot], 0
         if call.kind in _BY_ROWS:
             row, start = divmod(start, call.numel)
         elif call.kind == "alltoall_v":
@@ -247,7 +251,7 @@ class OwnLine(ControlLine):
         self._inline_places: dict[torch.dtype, Location] = {}
         self._areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
-        self._agreements = [call.agreement() for call in self._calls]
+        self._agreements = [call.agreement() for call in self.calls]
         #: The beginning of each record, for peers' lines to compare with.
         self.agreements: list[tuple[int, ...]] = [()] * slots
 
@@ -265,14 +269,14 @@ class OwnLine(ControlLine):
         # A second writer writes the same. pack_into would clear the length first, and a reader would find no reason.
         self._bytes[start - 8 : start] = struct.pack("q", len(text))
 
-    def inline(self, slot: int, source: torch.Tensor) -> Location:
-        """Copy ``source`` into the control memory."""
+    def write_copy(self, slot: int, call: Call, source: torch.Tensor) -> None:
+        """Publish ``call`` with its data ``source``, which is copied into the control memory."""
         start = self._inline.address + self._inline_starts[slot]
         memmove(start, source.data_ptr(), source.numel() * source.element_size())
         place = self._inline_places.get(source.dtype)
         if place is None:
             place = self._inline_places[source.dtype] = Location(Where.INLINE, source.dtype)
-        return place
+        self.write(slot, call, place)
 
     def write(
         self, slot: int, call: Call, place: Location, lent: torch.Tensor | None = None, area: Area | None = None
@@ -286,13 +290,13 @@ class OwnLine(ControlLine):
             lent: the data, if it is the caller's.
             area: memory into which the data was copied, if not into the control memory.
         """
-        before, known = self._calls[slot], self._places[slot]
+        before, known = self.calls[slot], self.places[slot]
         if (place is known or place == known) and call[0] == before[0] and call[2:] == before[2:]:
             self._numbers[slot][_SEQUENCE] = call[1]
         else:
             self._agreements[slot] = call.agreement()
             self._write_all(slot, call, place)
-        self._calls[slot], self._places[slot] = call, place
+        self.calls[slot], self.places[slot] = call, place
         self._lent[slot], self._areas[slot] = lent, area
         self._shown[slot] = None if area is None else area.views
 
@@ -311,14 +315,6 @@ class OwnLine(ControlLine):
             struct.pack_into(f"{len(counts)}q", self._bytes, self._record(slot) + _RECORD.size, *counts)
         self.agreements[slot] = numbers
 
-    def place(self, slot: int) -> Location:
-        """Where the data published last in ``slot`` lies."""
-        return self._places[slot]
-
-    def call(self, slot: int) -> Call:
-        """The call published last in ``slot``."""
-        return self._calls[slot]
-
     def withdraw(self, slot: int) -> None:
         """Forget the caller's tensor."""
         self._lent[slot] = None
@@ -331,8 +327,8 @@ class OwnLine(ControlLine):
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
-        place = self._places[slot]
-        return _new_notice((self._calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece))
+        place = self.places[slot]
+        return _new_notice((self.calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece))
 
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         lent = self._lent[slot]
@@ -382,10 +378,10 @@ class PeerLine(ControlLine):
 
     def adopt(self, slot: int) -> None:
         """Take it that this rank published in ``slot`` what the own one did, place included."""
-        place = self._own.place(slot)
+        place = self._own.places[slot]
         if place.segment:
             self._shown[slot] = self._mapped(place.segment, self.named).views
-        self._calls[slot], self._places[slot] = self._own.call(slot), place
+        self.calls[slot], self.places[slot] = self._own.calls[slot], place
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
@@ -401,7 +397,7 @@ class PeerLine(ControlLine):
         else:
             call, agreed = self._decode(slot, record), ()
             agreement = call.agreement()
-        self._calls[slot], self._places[slot] = call, place
+        self.calls[slot], self.places[slot] = call, place
         notice = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
         counted = call.send_counts or call.recv_counts
         self._read[slot] = None if counted else _Reading(array("q", record[:_SEQUENCE]), notice, place, agreed)
@@ -413,10 +409,10 @@ class PeerLine(ControlLine):
         if place.segment:
             self._shown[slot] = self._mapped(place.segment, self.named).views
         if agreed and self._own.agreements[slot] is agreed:  # This rank made its own call once more, too.
-            call = self._own.call(slot)
+            call = self._own.calls[slot]
         else:
             call = _new_call((before[0][0], self._numbers[slot][_SEQUENCE], *before[0][2:]))
-        self._calls[slot], self._places[slot] = call, place
+        self.calls[slot], self.places[slot] = call, place
         return _new_notice((call, *before[1:]))
 
     def conclude(self, slot: int) -> None:

@@ -233,7 +233,7 @@ class ShmPeers(Peers):
             return
         flat = source if source.dim() == 1 else source.view(-1)
         if private:
-            self._line.write(slot, call, self._line.inline(slot, flat))
+            self._line.write_copy(slot, call, flat)
         else:
             self._publish_large(slot, call, flat)
 
@@ -285,9 +285,6 @@ class ShmPeers(Peers):
             line.adopt(slot)
         return [own] * self.size
 
-    def all_copied(self, slot: int) -> bool:
-        return self._line.place(slot).where == Where.INLINE and self._alike(slot)
-
     def _alike(self, slot: int) -> bool:
         """Whether all ranks did the same with data in the same place."""
         own = self._line.comparable[slot]
@@ -298,14 +295,16 @@ class ShmPeers(Peers):
             return True
         return False
 
-    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor]:
+    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor] | None:
         """See ``Peers.copies``: straight from the control memory, where all lines have them."""
+        if self._line.places[slot].where != Where.INLINE or not self._alike(slot):
+            return None
         dtype, numel = own.dtype, own.numel()
         return [own if line is self._line else line.copied(slot, dtype, numel) for line in self._control_lines]
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
         """Show the next piece, if the data is shown in pieces."""
-        where = self._line.place(slot).where
+        where = self._line.places[slot].where
         if where == Where.STAGED:
             assert self._staging is not None
             self._staging.show(start, stop, kept)
@@ -316,7 +315,7 @@ class ShmPeers(Peers):
         """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
         for line in self._peer_lines:
             line.conclude(slot)
-        if self._line.place(slot).where == Where.STAGED:
+        if self._line.places[slot].where == Where.STAGED:
             assert self._staging is not None
             self._staging.forget()
 
