@@ -115,7 +115,6 @@ class ProcessGroup:
         suffix: str,
         *,
         store: dist.Store | None = None,
-        backend: str | None = None,
         timeout_s: float | None = None,
     ) -> Communicator:
         activity = Activity()
@@ -130,7 +129,7 @@ class ProcessGroup:
             judge=Deadlocks(self.recorder, self.store, activity, self.label + suffix).look,
         )
         with meeting(f"the set-up of {membership.label}", membership.rank, membership.ranks):
-            transport = create_transport(backend or self.backend, membership)
+            transport = create_transport(self.backend, membership)
         communicator = Communicator(transport, self.timeout_s, self.recorder)
         self._made.append(communicator)
         return communicator
@@ -283,16 +282,13 @@ class ProcessGroup:
 
     # For those who need no call of the other members.
 
-    def connect(
-        self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None
-    ) -> Communicator:
+    def connect(self, members: Sequence[int], name: str, *, timeout_s: float) -> Communicator:
         """A communicator of some members, built by these alone: no call of any other member is needed.
 
         Args:
             members: ranks in this group, in ascending order, this one among them.
             name: used once per group; the same on all of ``members``.
             timeout_s: how long to wait for them.
-            backend: None means this group's.
 
         Returns:
             The communicator. Give it back with ``disconnect``; the group closes it at the latest.
@@ -301,9 +297,7 @@ class ProcessGroup:
             CollectiveTimeoutError: some of them did not come.
             TransportUnavailableError: they cannot be connected.
         """
-        return self._communicator(
-            list(members), f"/{name}", store=self._connection(), backend=backend, timeout_s=timeout_s
-        )
+        return self._communicator(list(members), f"/{name}", store=self._connection(), timeout_s=timeout_s)
 
     def _connection(self) -> dist.Store:
         """The store, over a connection that no call of this group keeps busy. One for all: the host has few to give."""
