@@ -57,35 +57,11 @@ from bagua.late import late
 if TYPE_CHECKING:
     from bagua.comm import reduce_op
 
-__all__ = [
-    "Backend",
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "ProcessGroup",
-    "QueueEmptyError",
-    "ReduceOp",
-    "Store",
-    "TCPStore",
-    "Work",
-    "default_pg_timeout",
-    "get_default_backend_for_device",
-    "get_node_local_rank",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "reduce_op",
-]
+__all__ = ["Backend", "DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "FileStore"]
+__all__ += ["HashStore", "PrefixStore", "ProcessGroup", "QueueEmptyError", "ReduceOp", "Store", "TCPStore", "Work"]
+__all__ += ["default_pg_timeout", "get_default_backend_for_device", "get_node_local_rank", "is_available"]
+__all__ += ["is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available"]
+__all__ += ["is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "reduce_op"]
 __all__ += collectives.__all__ + groups.__all__ + point_to_point.__all__
 
 __getattr__ = late(__name__, {"reduce_op": "bagua.comm"})[0]

@@ -6,9 +6,9 @@ the others send. Without it they take numbers, strings, bytes, tensors, and cont
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from bagua.comm import (
     NonMember,
     ReduceOp,
     TorchWork,
+    Work,
     allgather_tensors,
     alltoall_rows,
     alltoall_tensors,
@@ -74,6 +75,26 @@ def _of_copies(op: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
     return (ReduceOp.SUM, scaled(op, tensors)) if is_scaled(op) else (op, tensors)
 
 
+class _Named(NamedTuple):
+    """A rank in the words of torch: see ``rank_inside``."""
+
+    rank: int | None
+    group_rank: int | None
+    argument: str
+    default: int | None = None
+
+
+def _call(
+    group: Group | None, async_op: bool, outputs: Sequence[Tensor], call: Callable[..., Work | None], *arguments: Any
+) -> TorchWork | None:
+    """Make ``call`` on the communicator of ``group``, with the ranks in it that are named among ``arguments``."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = [rank_inside(communicator, *one) if type(one) is _Named else one for one in arguments]
+    return as_in_torch(communicator, call(communicator, *inside, async_op=async_op), outputs)
+
+
 def all_reduce(
     tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
@@ -127,22 +148,14 @@ def broadcast(
     group_src: int | None = None,
 ) -> TorchWork | None:
     """Copy ``tensor`` of ``src`` into that of all others. As torch's."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    inside = rank_inside(communicator, src, group_src, "src")
-    return as_in_torch(communicator, communicator.broadcast(tensor, inside, async_op=async_op), [tensor])
+    return _call(group, async_op, [tensor], Communicator.broadcast, tensor, _Named(src, group_src, "src"))
 
 
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Gather ``tensor`` of all ranks into ``tensor_list``. As torch's on Gloo: all are equal in size."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    work = allgather_tensors(communicator, tensor_list, tensor, async_op=async_op)
-    return as_in_torch(communicator, work, tensor_list)
+    return _call(group, async_op, tensor_list, allgather_tensors, tensor_list, tensor)
 
 
 @renaming(output="output_tensor", tensor="input_tensor")
@@ -150,9 +163,7 @@ def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Gather ``input_tensor`` of all ranks into one output, concatenated or stacked. As torch's."""
-    communicator = communicator_of(group)
-    work = communicator.allgather(output_tensor, input_tensor, async_op=async_op)
-    return as_in_torch(communicator, work, [output_tensor])
+    return _call(group, async_op, [output_tensor], Communicator.allgather, output_tensor, input_tensor)
 
 
 def gather(
@@ -164,13 +175,8 @@ def gather(
     group_dst: int | None = None,
 ) -> TorchWork | None:
     """Gather ``tensor`` of all ranks into ``gather_list`` on ``dst``, by default rank 0 of all. As torch's."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    inside = rank_inside(communicator, dst, group_dst, "dst", 0)
-    return as_in_torch(
-        communicator, gather_tensors(communicator, tensor, gather_list, inside, async_op=async_op), gather_list or []
-    )
+    named = _Named(dst, group_dst, "dst", 0)
+    return _call(group, async_op, gather_list or [], gather_tensors, tensor, gather_list, named)
 
 
 @renaming(output="tensor")
@@ -183,12 +189,8 @@ def scatter(
     group_src: int | None = None,
 ) -> TorchWork | None:
     """Give each rank its tensor of ``scatter_list`` of ``src``, by default rank 0 of all. As torch's."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    inside = rank_inside(communicator, src, group_src, "src", 0)
-    work = scatter_tensors(communicator, tensor, scatter_list, inside, async_op=async_op)
-    return as_in_torch(communicator, work, [tensor])
+    named = _Named(src, group_src, "src", 0)
+    return _call(group, async_op, [tensor], scatter_tensors, tensor, scatter_list, named)
 
 
 def reduce_scatter(
@@ -199,12 +201,9 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Reduce lists of tensors over all ranks and give each rank its part. As torch's on Gloo: all are equal in size."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    op, input_list = _of_copies(op, input_list)
-    work = reduce_scatter_tensors(communicator, output, input_list, op, async_op=async_op)
-    return as_in_torch(communicator, work, [output])
+    if type(op) is not _NAMED and communicator_of(group):
+        op, input_list = _of_copies(op, input_list)
+    return _call(group, async_op, [output], reduce_scatter_tensors, output, input_list, op)
 
 
 @renaming(tensor="input")
@@ -216,10 +215,9 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Reduce ``input`` over all ranks and give each rank its share of it. As torch's."""
-    communicator = communicator_of(group)
-    if type(op) is not _NAMED and communicator:
+    if type(op) is not _NAMED and communicator_of(group):
         op, (input,) = _of_copies(op, [input])  # noqa: A001 - torch's name
-    return as_in_torch(communicator, communicator.reduce_scatter(output, input, op, async_op=async_op), [output])
+    return _call(group, async_op, [output], Communicator.reduce_scatter, output, input, op)
 
 
 def all_to_all(
@@ -229,11 +227,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Send one tensor to each rank and receive one from each; sizes may differ. As torch's."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    work = alltoall_tensors(communicator, output_tensor_list, input_tensor_list, async_op=async_op)
-    return as_in_torch(communicator, work, output_tensor_list)
+    return _call(group, async_op, output_tensor_list, alltoall_tensors, output_tensor_list, input_tensor_list)
 
 
 @renaming(tensor="input", output_counts="output_split_sizes", input_counts="input_split_sizes")
@@ -246,11 +240,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Send some of the first dimension of ``input`` to each rank, by default the same to each. As torch's."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    work = alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op=async_op)
-    return as_in_torch(communicator, work, [output])
+    return _call(group, async_op, [output], alltoall_rows, output, input, output_split_sizes, input_split_sizes)
 
 
 def barrier(

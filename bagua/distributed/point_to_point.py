@@ -28,14 +28,7 @@ def isend(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> TorchWork | None:
     """Start to send ``tensor`` to ``dst``. Unlike torch's, a message with a tag goes through the store, slowly."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return None
-    inside = rank_inside(communicator, dst, group_dst, "dst")
-    if tag:
-        _send_tagged(communicator, tensor, inside, tag)
-        return as_in_torch(communicator, None, [tensor], complete=True)
-    return as_in_torch(communicator, communicator.send(tensor, inside, async_op=True), [tensor])
+    return _send(tensor, dst, group, tag, group_dst, async_op=True)
 
 
 def irecv(
@@ -45,27 +38,15 @@ def irecv(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    inside = _source(communicator, src, group_src)
-    if tag:
-        return as_in_torch(communicator, _receive_tagged(communicator, tensor, inside, tag), [tensor])
-    if inside is None:
-        work: Any = communicator.recv_any(tensor, async_op=True)
-        return as_in_torch(communicator, work, [tensor])
-    return as_in_torch(communicator, communicator.recv(tensor, inside, async_op=True), [tensor])
+    work, _ = _receive(communicator, tensor, src, group_src, tag, async_op=True)
+    return as_in_torch(communicator, work, [tensor])
 
 
 def send(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """Send ``tensor`` to ``dst``. Unlike torch's, with a tag it does not wait for the receiver; see ``isend``."""
-    communicator = communicator_of(group)
-    if not communicator:
-        return
-    inside = rank_inside(communicator, dst, group_dst, "dst")
-    if tag:
-        _send_tagged(communicator, tensor, inside, tag)
-    else:
-        communicator.send(tensor, inside)
+    _send(tensor, dst, group, tag, group_dst, async_op=False)
 
 
 def recv(
@@ -75,20 +56,34 @@ def recv(
     communicator = communicator_of(group)
     if not communicator:
         return -1
-    inside = _source(communicator, src, group_src)
+    work, inside = _receive(communicator, tensor, src, group_src, tag, async_op=False)
+    return communicator.ranks[inside if work is None else work.result()]
+
+
+def _send(
+    tensor: Tensor, dst: int | None, group: Group | None, tag: int, group_dst: int | None, *, async_op: bool
+) -> TorchWork | None:
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, dst, group_dst, "dst")
     if tag:
-        inside = _receive_tagged(communicator, tensor, inside, tag).result()
-    elif inside is None:
-        inside = int(communicator.recv_any(tensor))  # type: ignore[arg-type]  # no work without async_op
-    else:
-        communicator.recv(tensor, inside)
-    assert inside is not None
-    return communicator.ranks[inside]
+        _send_tagged(communicator, tensor, inside, tag)
+        return as_in_torch(communicator, None, [tensor], complete=async_op)
+    return as_in_torch(communicator, communicator.send(tensor, inside, async_op=async_op), [tensor])
 
 
-def _source(communicator: Communicator, src: int | None, group_src: int | None) -> int | None:
-    """The sender's rank in the communicator; None for any rank."""
-    return None if src is None and group_src is None else rank_inside(communicator, src, group_src, "src")
+def _receive(
+    communicator: Communicator, tensor: Tensor, src: int | None, group_src: int | None, tag: int, *, async_op: bool
+) -> tuple[Work | None, int]:
+    """The work, whose result is the sender where that is open; without one, the sender's rank in the communicator."""
+    inside = None if src is None and group_src is None else rank_inside(communicator, src, group_src, "src")
+    if tag:
+        return _receive_tagged(communicator, tensor, inside, tag), -1
+    if inside is not None:
+        return communicator.recv(tensor, inside, async_op=async_op), inside
+    found = communicator.recv_any(tensor, async_op=async_op)
+    return (found, -1) if isinstance(found, Work) else (None, found)
 
 
 def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
