@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
-from bagua.comm import composed, messages
+from bagua.comm import composed
 from bagua.comm.operands import Intake, apart, check_counts, check_rank, readable
 from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.records.recorder import Recorder
@@ -16,7 +16,7 @@ from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
 from bagua.comm.transports.contract import Transport
 from bagua.comm.work import Work
-from bagua.errors import InvalidTensorError
+from bagua.errors import InvalidRankError, InvalidTensorError
 
 
 class Communicator:
@@ -399,9 +399,111 @@ class Communicator:
         """Return after every rank has called it."""
         return self.pipeline.run("barrier", None, None, torch.uint8, 0, async_op, timeout)
 
-    # Between two ranks, of several tensors, and of objects.
+    # Between two ranks.
 
-    send, recv, recv_any, sendrecv = messages.send, messages.recv, messages.recv_any, messages.sendrecv
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Send ``tensor`` to rank ``dst``, which calls ``recv``. Messages between two ranks keep their order.
+
+        Args:
+            tensor: elements to send.
+            dst: another rank.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self.intake.share(tensor, "tensor")
+        return self.pipeline.run(
+            "send", share, None, tensor.dtype, share.numel(), async_op, timeout,
+            "", self.intake.other(dst, "dst"), result=tensor,
+        )  # fmt: skip
+
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Receive into ``tensor`` what rank ``src`` sends.
+
+        Args:
+            tensor: equal in dtype and number of elements to what is sent.
+            src: another rank.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        target, finish = self.intake.in_place(tensor, "tensor", keep=False)
+        return self.pipeline.run(
+            "recv", None, target, tensor.dtype, target.numel(), async_op, timeout,
+            "", self.intake.other(src, "src"), finish=finish, result=tensor,
+        )  # fmt: skip
+
+    def recv_any(self, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None) -> int | Work:
+        """Receive into ``tensor`` the next message that any other rank sends.
+
+        A message goes to the receive that was started first, of those that can take it. Ranks that have closed
+        their communicator in peace are not missed as long as one is left.
+
+        Args:
+            tensor: equal in dtype and number of elements to what is sent.
+            async_op: return a ``Work`` at once, whose result is the rank of the sender.
+            timeout: deadline.
+
+        Returns:
+            The rank of the sender, inside this communicator.
+
+        Raises:
+            InvalidRankError: there is no other rank.
+            TransportUnavailableError: the backend receives from a rank that is named only, as NCCL does.
+        """
+        target, finish = self.intake.in_place(tensor, "tensor", keep=False)
+        if self.size == 1:
+            raise InvalidRankError("there is no other rank that could send", argument="tensor", expected="two ranks")
+        with torch.inference_mode(False):  # Another thread writes to it, outside of that mode.
+            sender = torch.empty(1, dtype=torch.int64)
+
+        def conclude() -> int:
+            if finish is not None:
+                finish()
+            return int(sender)
+
+        work = self.pipeline.run(
+            "recv", sender, target, tensor.dtype, target.numel(), async_op, timeout, finish=conclude, result=tensor,
+        )  # fmt: skip
+        return int(sender) if work is None else work
+
+    def sendrecv(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        src: int,
+        dst: int,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Send ``tensor`` to ``dst`` and receive ``output`` from ``src`` at the same time.
+
+        Args:
+            output: receives; same dtype as ``tensor``.
+            tensor: is sent.
+            src: rank received from. This rank itself only if ``dst`` is too: a copy.
+            dst: rank sent to.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self.intake.share(tensor, "tensor")
+        src, dst = check_rank(src, self.size, "src"), check_rank(dst, self.size, "dst")
+        if (src == self.rank) != (dst == self.rank):
+            raise InvalidRankError(
+                "a rank can exchange with itself only in both directions",
+                argument="src" if src == self.rank else "dst",
+                expected="another rank, or this rank as both src and dst",
+                seen=self.rank,
+            )
+        self.intake.check(output, "output")
+        expected = share.numel() if src == self.rank else output.numel()
+        target, finish = self.intake.output(output, "output", tensor, expected)
+        return self.pipeline.run(
+            "sendrecv", apart(share, target), target, tensor.dtype, share.numel(), async_op,
+            timeout, "", dst, peer=src, counts=((), (target.numel(),)), finish=finish, result=output,
+        )  # fmt: skip
+
+    # Of several tensors, and of objects.
+
     allreduce_coalesced = composed.allreduce_coalesced
     broadcast_coalesced = composed.broadcast_coalesced
     broadcast_object = composed.broadcast_object

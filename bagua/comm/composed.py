@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from bagua.comm.messages import Caller, recv, send
 from bagua.comm.objects import decode, encode, encode_failure
-from bagua.comm.operands import check_rank
-from bagua.comm.pipeline import Timeout
+from bagua.comm.operands import Intake, check_rank
+from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.reduction import ReduceOp, reduction_name
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
+
+
+class Caller(Protocol):
+    """What these calls need of their communicator, which is above them."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    intake: Intake
+    pipeline: CallPipeline
+
+    def allreduce(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.allreduce``."""
+
+    def broadcast(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.broadcast``."""
+
+    def allgather(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.allgather``."""
+
+    def gather(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.gather``."""
+
+    def scatter(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.scatter``."""
+
+    def send(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.send``."""
+
+    def recv(self, *_: Any, **__: Any) -> Work | None:
+        """See ``Communicator.recv``."""
 
 
 def broadcast_object(
@@ -185,8 +215,8 @@ def send_object(
     own, failure = calls.encoded(obj)
 
     def steps() -> Steps:
-        yield from calls.make(send, communicator, calls.lengths([own.numel()]), dst)
-        yield from calls.make(send, communicator, own, dst)
+        yield from calls.make(communicator.send, calls.lengths([own.numel()]), dst)
+        yield from calls.make(communicator.send, own, dst)
 
     return calls.result(steps(), failure, lambda _: None)
 
@@ -207,9 +237,9 @@ def recv_object(
 
     def steps() -> Steps:
         length = calls.lengths([0])
-        yield from calls.make(recv, communicator, length, src)
+        yield from calls.make(communicator.recv, length, src)
         data = calls.room(int(length), src)
-        yield from calls.make(recv, communicator, data, src)
+        yield from calls.make(communicator.recv, data, src)
         return data
 
     return calls.result(steps(), None, lambda data: calls.decoded(data, src))
