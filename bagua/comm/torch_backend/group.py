@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.operands import check_rank
 from bagua.comm.startup.choice import TORCH_NAME
@@ -174,6 +175,10 @@ class TorchGroup(dist.ProcessGroup):
             return self._starter.elsewhere(tensors)
         return self._starter.elsewhere(tensors[0]) if tensors else None
 
+    def _make(self, opts: Any, outputs: list[Tensor], call: Callable[..., Any], *arguments: Any) -> Any:
+        """Start ``call``, which takes a communicator and ``arguments``."""
+        return self._starter.start(opts, outputs, [partial(call, self._starter.collectives, *arguments)])
+
     # What C++ calls.
 
     @takes(c10d.AllreduceOptions, ("list",), "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
@@ -181,8 +186,7 @@ class TorchGroup(dist.ProcessGroup):
         """Reduce in place; several tensors of one call with each other, too."""
         if len(tensors) != 1:
             return self._allreduce_together(tensors, opts)
-        call = partial(self._starter.collectives.allreduce, tensors[0], opts.reduceOp.op)
-        started = self._starter.start(opts, tensors, [call])
+        started = self._make(opts, tensors, Communicator.allreduce, tensors[0], opts.reduceOp.op)
         self._starter.raise_in_backward(started)
         return started
 
@@ -226,8 +230,7 @@ class TorchGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy the tensor of one rank to all others; of several, one to all of them."""
         if len(tensors) == 1:
-            call = partial(self._starter.collectives.broadcast, tensors[0], opts.rootRank)
-            return self._starter.start(opts, tensors, [call])
+            return self._make(opts, tensors, Communicator.broadcast, tensors[0], opts.rootRank)
         rows = rows_of(tensors)
         sent = rows[check_rank(opts.rootTensor, len(tensors), "rootTensor")]
 
@@ -277,9 +280,8 @@ class TorchGroup(dist.ProcessGroup):
     )
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """Reduce a list of tensors over all ranks and give each rank its part."""
-        output, parts, operation = only(outputs), only(input_lists), opts.reduceOp.op
-        call = partial(reduce_scatter_tensors, self._starter.collectives, output, parts, operation)
-        return self._starter.start(opts, outputs, [call])
+        arguments = only(outputs), only(input_lists), opts.reduceOp.op
+        return self._make(opts, outputs, reduce_scatter_tensors, *arguments)
 
     @takes(c10d.ReduceScatterOptions, ("list", "list"), "outputs:list inputs:list opts", anywhere=True)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
@@ -301,15 +303,14 @@ class TorchGroup(dist.ProcessGroup):
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
     ) -> Any:
         """Send some of the first dimension to each rank; the same to each if no sizes are given."""
-        call = partial(alltoall_rows, self._starter.collectives, output, tensor, output_sizes, input_sizes)
-        return self._starter.start(opts, [output], [call])
+        return self._make(opts, [output], alltoall_rows, output, tensor, output_sizes, input_sizes)
 
     @takes(c10d.BarrierOptions, (), "opts", "timeout", anywhere=True)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks are here; a barrier of the devices if the caller names them."""
         if opts.device_ids and (other := self._starter.torch_backends.get("cuda")):
             return other.barrier(opts)
-        return self._starter.start(opts, [], [self._starter.collectives.barrier])
+        return self._make(opts, [], Communicator.barrier)
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
         """Send a tensor to one rank."""
@@ -324,7 +325,7 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.AllgatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output."""
-        return self._starter.start(opts, [output], [partial(self._starter.collectives.allgather, output, tensor)])
+        return self._make(opts, [output], Communicator.allgather, output, tensor)
 
     @takes(c10d.AllgatherOptions, ("lists", "list"), "output_lists:lists input_list:list opts", anywhere=True)
     def allgather_coalesced(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
@@ -342,14 +343,12 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.ReduceScatterOptions, ("tensor", "tensor"), "outputTensor:tensor inputTensor:tensor opts")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor over all ranks and give each rank its part."""
-        call = partial(self._starter.collectives.reduce_scatter, output, tensor, opts.reduceOp.op)
-        return self._starter.start(opts, [output], [call])
+        return self._make(opts, [output], Communicator.reduce_scatter, output, tensor, opts.reduceOp.op)
 
     @takes(c10d.ReduceOptions, ("list",), "tensors:list opts", "tensor root:rank op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce a tensor into that of one rank."""
-        call = partial(self._starter.collectives.reduce, only(tensors), opts.rootRank, opts.reduceOp.op)
-        return self._starter.start(opts, tensors, [call])
+        return self._make(opts, tensors, Communicator.reduce, only(tensors), opts.rootRank, opts.reduceOp.op)
 
     @takes(
         c10d.GatherOptions,
@@ -360,15 +359,13 @@ class TorchGroup(dist.ProcessGroup):
     def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         """Gather a tensor of all ranks into a list on one of them."""
         outputs = only(output_lists) if output_lists else []
-        call = partial(gather_tensors, self._starter.collectives, only(tensors), outputs, opts.rootRank)
-        return self._starter.start(opts, outputs, [call])
+        return self._make(opts, outputs, gather_tensors, only(tensors), outputs, opts.rootRank)
 
     @takes(c10d.GatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output on one of them; torch has it from 2.15 on."""
         target = output if opts.rootRank == self.members.rank else None
-        call = partial(self._starter.collectives.gather, target, tensor, opts.rootRank)
-        return self._starter.start(opts, [output], [call])
+        return self._make(opts, [output], Communicator.gather, target, tensor, opts.rootRank)
 
     @takes(
         c10d.ScatterOptions,
@@ -379,14 +376,12 @@ class TorchGroup(dist.ProcessGroup):
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """Give each rank its tensor of the list of one of them."""
         parts = only(input_lists) if input_lists else []
-        call = partial(scatter_tensors, self._starter.collectives, only(outputs), parts, opts.rootRank)
-        return self._starter.start(opts, outputs, [call])
+        return self._make(opts, outputs, scatter_tensors, only(outputs), parts, opts.rootRank)
 
     @takes(c10d.AllToAllOptions, ("list", "list"), "output_tensors:list input_tensors:list opts")
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Send one tensor to each rank and receive one from each; sizes may differ."""
-        call = partial(alltoall_tensors, self._starter.collectives, outputs, tensors)
-        return self._starter.start(opts, outputs, [call])
+        return self._make(opts, outputs, alltoall_tensors, outputs, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive the next message of any rank; ``_source_rank()`` of the work says which one sent it."""
