@@ -1,6 +1,7 @@
 """The transport contract fails for transports that break a promise: each mutant breaks one."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
 from tests.contract import asynchronous, failures
 from tests.contract.transports import TransportContract
+from tests.programs.mirror_mutants import MIRROR_MUTANTS
 from tests.programs.mutants import MUTANTS, Spoiled, patched, skips, spoils, starts
 
 pytestmark = pytest.mark.threads
@@ -92,6 +94,12 @@ CATCHES = [
     ("aborts slowly", "test_abort_from_another_thread"),
     ("shares memory", "test_memory_of_the_communicator_is_ordinary_memory"),
 ]
+
+
+def test_no_mutant_is_forgotten():
+    """The list says what the programs and the contract kill: who changes their tests may not shorten it in passing."""
+    kept = Path(__file__).with_name("kills.txt").read_text(encoding="utf-8").splitlines()
+    assert [*MUTANTS, *MIRROR_MUTANTS, *(f"{breach}, by {test}" for breach, test in CATCHES)] == kept
 
 
 @pytest.mark.parametrize(("breach", "test"), CATCHES)
