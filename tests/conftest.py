@@ -18,12 +18,14 @@ import gc
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
+from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
 from tests.versions import leave_out_what_gloo_prints
@@ -128,6 +130,14 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of ``bagua.cli.launch`` come from the fork server of the pools; without this they start as users' do."""
     monkeypatch.setattr(launch.CommandRanks, "method", "forkserver")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store that is served during a test."""
+    store, port = serve_store()
+    yield port
+    del store
 
 
 @pytest.fixture(scope="session")

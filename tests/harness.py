@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +31,20 @@ def seeded(seed: int = 0) -> Iterator[None]:
     with _seeding, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def in_threads(count: int, function: Callable[[int], Any]) -> list[Any]:
+    """What ``function(number)`` returns in so many threads at once, or the first error."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(function, range(count)))
+
+
+def until(condition: Callable[[], object], patience_s: float = 60.0) -> None:
+    """Wait for what another thread or process does; fail if that takes longer than any machine needs."""
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

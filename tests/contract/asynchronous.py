@@ -15,6 +15,7 @@ import bagua.comm
 from bagua.comm import Work
 from tests.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
 from tests.contract.results import LARGE
+from tests.harness import until
 
 #: How long something that must happen may take, in seconds. An upper bound, never reached.
 PATIENCE_S = 60.0
@@ -74,10 +75,7 @@ def use_all_of_work() -> None:
     total = comm.size * (comm.size + 1) / 2
     work = comm.allreduce(tensor, async_op=True)
     assert work is not None
-    until = time.monotonic() + PATIENCE_S
-    while not work.is_completed():
-        assert time.monotonic() < until, "is_completed never became true"
-        time.sleep(0.001)
+    until(work.is_completed, PATIENCE_S)
     assert work.exception() is None
     assert work.wait() is True
     assert work.wait(timeout=PATIENCE_S) is True, "waiting twice is allowed"

@@ -22,6 +22,7 @@ from bagua.errors import (
 )
 from bagua.testing.ranks import die, fall_silent
 from tests.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
+from tests.harness import until
 
 #: Every error must be there one second after the deadline at the latest. The other seconds are for a machine
 #: that has more to do than to run this suite, and may leave any thread alone for that long.
@@ -109,10 +110,7 @@ def lose_a_rank_asynchronously(deadline_s: float) -> None:
     die_last(comm.rank == CULPRIT, comm.size - 1)
     work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True, timeout=deadline_s)
     assert work is not None
-    until = time.monotonic() + PATIENT_S
-    while not work.is_completed():
-        assert time.monotonic() < until, "is_completed never became true"
-        time.sleep(0.01)
+    until(work.is_completed, PATIENT_S)
     error = work.exception()
     assert isinstance(error, (PeerLostError, CollectiveTimeoutError)), f"{error!r}"
     for attempt in (work.wait, work.result):
@@ -209,10 +207,7 @@ def use_from_two_threads() -> None:
     if comm.rank == 0:
         waiting = threading.Thread(target=comm.recv, args=(tensor, 1))
         waiting.start()
-        until = time.monotonic() + SOON_S
-        while not any("recv" in call for call in comm.history()):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: any("recv" in call for call in comm.history()), SOON_S)
         time.sleep(0.1)
         for refused in (comm.barrier, lambda: comm.allreduce(flag)):
             error = caught(refused).error

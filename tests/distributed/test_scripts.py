@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from bagua.comm.store.serving import serve_store
 from tests.distributed.ranks import SCRIPTS, run_all_in_both
 from tests.launching import ends, launched
 
@@ -45,13 +44,11 @@ WHOLE_PROGRAM = """
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("meeting", ["env", "file", "tcp"])
-def test_a_whole_program_meets_where_torch_would(meeting, tmp_path):
-    store, port = serve_store()
+def test_a_whole_program_meets_where_torch_would(meeting, tmp_path, port):
     place = {"env": "env", "file": f"file://{tmp_path}/meeting", "tcp": f"tcp://127.0.0.1:{port}"}[meeting]
     text = "\n".join(line[4:] for line in WHOLE_PROGRAM.splitlines())
     with launched(2, "-c", text, each=[f"{rank} {place}" for rank in range(2)], port=port, **AGENT) as ranks:
         assert ends(ranks) == [(0, "gloo -1 [1.0, 1.0] 0\n"), (0, "gloo 0 [1.0, 1.0] 1\n")]
-    del store
 
 
 def test_the_import_alone_starts_nothing():

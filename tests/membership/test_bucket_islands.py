@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 
 import pytest
 import torch
@@ -15,18 +14,19 @@ from bagua.errors import TooFewMembersError
 from bagua.membership import Islands, join_islands
 from bagua.membership.state import Deadlines
 from bagua.parallel import with_bagua
+from tests.harness import until
 from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import (
     PERIOD,
     QUICK,
     RANKS,
+    check_newcomer,
     check_rows,
     new_store,
     run,
     run_islands,
-    run_numbered,
+    run_with_newcomer,
     train,
-    until,
     wrapped,
 )
 
@@ -148,32 +148,10 @@ def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
 @pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ["diloco", "slowmo"])
 def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algorithm):
-    """It has the state before it comes in, and trains on from where the others are; nobody listens on a port."""
+    """Nobody listens on a port."""
     monkeypatch.setattr("bagua.comm.pieces.server._Server", None)
-    came, seen, inside = threading.Event(), threading.Event(), threading.Event()
-
-    def job(number):
-        if number == 2:
-            assert seen.wait(60)
-        with island(opened(f"file://{tmp_path}/run"), 2) as islands:
-            if number == 2:
-                came.set()
-            model = wrapped(islands, algorithm)
-            if number == 2:
-                inside.set()
-
-            def let_in(step):
-                if step == PERIOD + 1 and number < 2:
-                    seen.set()
-                    assert came.wait(60)
-                    until(lambda: islands.rest() or 2 in islands.members().in_epoch)
-                    assert inside.wait(60)
-
-            return train(islands, model, 5 * PERIOD, let_in)
-
-    rows = run_numbered(3, job)
-    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
-    assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    found = run_with_newcomer(lambda: island(opened(f"file://{tmp_path}/run"), 2), algorithm)
+    check_newcomer(algorithm, [rows for rows, _ in found])
     left = names(opened(f"file://{tmp_path}/run").bucket)
     assert not [name for name in left if name.startswith("objects/state-")]
 

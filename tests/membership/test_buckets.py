@@ -11,6 +11,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 from bagua.comm import Cells, open_store
 from bagua.comm.store.bucket import ObjectBucket, bucket_of, cell_name
 from bagua.errors import ConfigurationError, StoreLostError
+from tests.harness import in_threads
 from tests.membership.buckets import KEY, SECRET, needs_moto, needs_obstore, new_s3, opened, s3_server
 
 pytestmark = needs_obstore
@@ -57,18 +58,11 @@ def test_a_bucket_does_what_islands_expect_of_a_store(again):
 
 def test_of_those_who_claim_a_cell_at_once_one_wins(again):
     stores = [again() for _ in range(6)]
-    found: dict[int, list[bytes]] = {}
 
-    def claim(number: int) -> None:
-        found[number] = [stores[number].compare_set(f"seat/{seat}", "", str(number)) for seat in range(5)]
+    def claim(number: int) -> list[bytes]:
+        return [stores[number].compare_set(f"seat/{seat}", "", str(number)) for seat in range(5)]
 
-    threads = [threading.Thread(target=claim, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({tuple(row) for row in found.values()}) == 1
-    assert len(found) == 6
+    assert len({tuple(row) for row in in_threads(6, claim)}) == 1
 
 
 @needs_moto

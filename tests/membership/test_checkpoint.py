@@ -16,6 +16,7 @@ from bagua.membership.checkpoint import write_state
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
+from tests.harness import until
 from tests.membership.training import (
     PERIOD,
     Unsteady,
@@ -29,7 +30,6 @@ from tests.membership.training import (
     run_numbered,
     together,
     train,
-    until,
     vanish,
     wrapped,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import pytest
@@ -17,28 +16,27 @@ from bagua.algorithms import (
     TopKAlgorithm,
     registry,
 )
-from bagua.comm import inject_fault
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing.ranks import RankDiedError
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker, spread
-from tests.harness import loss_of, mean_gradients, mlp, snapshot
+from tests.harness import loss_of, mean_gradients, mlp, snapshot, until
 from tests.membership.training import (
     RANKS,
     RATE,
     batch,
     check_equal,
+    ends_of_each_fault,
     joined,
     new_model,
     new_store,
-    run,
     run_islands,
     run_numbered,
+    survivors,
     together,
     train,
-    vanish,
+    train_to_a_fault,
     wrapped,
 )
 
@@ -71,6 +69,10 @@ def optimizer_of(algorithm, model):
     return optimizer_maker(algorithm)(model.parameters())
 
 
+def has_newcomer(roster):
+    return any(seat > 2 and one.waiting for seat, one in roster.records.items())
+
+
 def train_elastic(algorithm):
     """The weights of each island after each step, and who contributed to it: one goes, and comes again."""
     store = new_store()
@@ -79,8 +81,7 @@ def train_elastic(algorithm):
         found = {}
         for step in range(first, last + 1):
             if step == COMES_AFTER and islands.seat < 3 and last == STEPS:
-                while not any(seat > 2 and one.waiting for seat, one in islands._state.roster.records.items()):
-                    threading.Event().wait(0.002)
+                until(partial(has_newcomer, islands._state.roster))
             optimizer.zero_grad()
             loss_of(model, islands.seat, step).backward()
             optimizer.step()
@@ -180,42 +181,10 @@ def test_gradients_are_means_over_islands_of_two_ranks():
 
 def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
     """They all make the step with it, or all without it; wherever in the exchange it dies."""
-    passed = []
-
-    def train_to(fault):
-        store = new_store()
-
-        def island():
-            armed = []
-
-            def hook(_):
-                if armed and islands.seat == 1:
-                    fault(islands)
-
-            with joined(store, 3) as islands, inject_fault(hook):
-                model = elastic(islands)
-                rows = train(islands, model, 1, period=1)
-                armed.append(True)
-                rows += train(islands, model, 2, period=1)
-                armed.clear()
-                return rows + train(islands, model, 4, period=1)
-
-        return run(3, island)
-
-    train_to(lambda islands: passed.append(None))
-    assert len(passed) > 5
     seen = set()
-    for place in range(0, len(passed), max(1, len(passed) // 6)):
-        places = iter(range(len(passed)))
-
-        def fault(islands, place=place, places=places):
-            if next(places) == place:
-                vanish(islands)
-
-        ends = train_to(fault)
-        rows = [end for end in ends if isinstance(end, list)]
+    for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, elastic, (1, 2, 4), period=1), most=6):
+        rows = survivors(ends)
         assert len(rows) == 2, ends
-        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
         crowds = check(rows)
         assert (crowds[0], crowds[2:]) == ((0, 1, 2), [(0, 2)] * 2)
         seen.add(crowds[1])

@@ -26,39 +26,38 @@ from bagua.errors import (
 from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing.ranks import RankDiedError
+from tests.harness import until
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
     RATE,
     Unsteady,
+    check_equal,
+    check_newcomer,
     check_rows,
+    ends_of_each_fault,
     fall_silent,
     joined,
     new_model,
     new_store,
     run,
     run_islands,
-    run_numbered,
+    run_with_newcomer,
+    survivors,
     together,
     train,
-    until,
+    train_all,
+    train_to_a_fault,
     vanish,
     wrapped,
 )
 
 pytestmark = pytest.mark.threads
-#: What an exchange sends: contributions, what is said before, and its barrier.
-_SENT = ("allreduce", "allgather")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_islands_train_as_plain_torch_does(algorithm):
-    def island(store):
-        with joined(store, 3) as islands:
-            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
-
-    rows = run(3, island, new_store())
-    assert check_rows(algorithm, rows) == [(0, 1, 2)] * 3
+    assert check_rows(algorithm, train_all(3, algorithm)) == [(0, 1, 2)] * 3
 
 
 def test_several_buckets_are_exchanged_one_after_the_other():
@@ -83,51 +82,15 @@ def test_several_buckets_are_exchanged_one_after_the_other():
     assert all(torch.equal(here, there) for here, there in zip(first, second, strict=True))
 
 
-def _steps_of_an_exchange() -> list[tuple[str, int]]:
-    """The places in the second exchange at which an island can die, as the first island passes them."""
-    passed: list[tuple[str, int]] = []
-
-    def island(store):
-        with joined(store, 3) as islands, inject_fault(_noting(islands.seat, passed)):
-            train(islands, wrapped(islands, "local_sgd"), 2 * PERIOD)
-
-    run(3, island, new_store())
-    return passed
-
-
-def _noting(seat, passed):
-    def fault(step):
-        if seat == 0 and step.call.kind in _SENT:
-            passed.append((step.name, step.number))
-
-    return fault
-
-
 def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing():
     """They all have the exchange with it, or all without it; then they go on."""
-    places = _steps_of_an_exchange()
-    assert len(places) > 8
     seen = set()
-    for place in places:
-
-        def island(store, place=place):
-            with joined(store, 3) as islands:
-
-                def fault(step):
-                    if islands.seat == 1 and (step.name, step.number) == place and step.call.kind in _SENT:
-                        vanish(islands)
-
-                with inject_fault(fault):
-                    model = wrapped(islands, "local_sgd")
-                return train(islands, model, 4 * PERIOD)
-
-        ends = run(3, island, new_store())
-        rows = [end for end in ends if not isinstance(end, BaseException)]
-        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
-        contributed = check_rows("local_sgd", rows)
+    steps = (0, 2 * PERIOD, 4 * PERIOD)
+    for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, lambda one: wrapped(one, "local_sgd"), steps)):
+        contributed = check_rows("local_sgd", survivors(ends))
         assert contributed[-1] == (0, 2)
         seen.add(tuple(contributed[:2]))
-    assert len(seen) > 1
+    assert len(seen) > 2
 
 
 def test_an_island_that_dies_between_exchanges_is_left_out_of_the_next_one():
@@ -140,7 +103,7 @@ def test_an_island_that_dies_between_exchanges_is_left_out_of_the_next_one():
         if islands.seat == 2 and step == PERIOD + 1:
             vanish(islands)
 
-    ends = [end for end in run(3, island, new_store()) if not isinstance(end, BaseException)]
+    ends = survivors(run(3, island, new_store()))
     assert check_rows("diloco", [rows for rows, _ in ends]) == [(0, 1, 2), (0, 1), (0, 1)]
     assert all("epoch 2 of seats [0, 1], from exchange 1: seat 2 is not in it: it was silent" in why for _, why in ends)
 
@@ -156,58 +119,27 @@ def test_who_says_goodbye_is_not_missed_although_half_is_left():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorithm):
-    """It has the state before it comes in, in the middle of a period, and trains on from where the others are."""
-    came, seen, inside = threading.Event(), threading.Event(), threading.Event()
-
-    def island(store, number):
-        if number == 2:
-            assert seen.wait(60)
-        with joined(store, 2) as islands:
-            if number == 2:
-                came.set()
-            model = wrapped(islands, algorithm)
-            if number == 2:
-                inside.set()
-
-            def let_in(step):
-                if step == PERIOD + 1:
-                    seen.set()
-                    assert came.wait(60)
-                    until(lambda: islands.rest() or 2 in islands.members().in_epoch)
-                    assert inside.wait(60)
-
-            rows = train(islands, model, 5 * PERIOD, let_in if number < 2 else lambda step: None)
-            return rows, islands.why()
-
-    found = run_numbered(3, island, new_store())
-    rows = [rows for rows, _ in found]
-    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
-    assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    store = new_store()
+    found = run_with_newcomer(lambda: joined(store, 2), algorithm)
+    check_newcomer(algorithm, [rows for rows, _ in found])
     assert all("epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why for _, why in found)
 
 
 def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
     over = threading.Event()
 
-    def island(store):
-        with joined(store, 3) as islands:
-            model = wrapped(islands, "diloco")
-
-            def stop(step):
-                if islands.seat == 1 and step == PERIOD + 1:
-                    fall_silent(islands)
-                    assert over.wait(60)
-
-            rows = train(islands, model, 2 * PERIOD, stop)
+    def stop(islands, model, step):
+        if islands.seat == 1 and step == PERIOD + 1:
+            fall_silent(islands)
+            assert over.wait(60)
+        elif step == 2 * PERIOD + 1:
             over.set()
-            return rows
 
-    ends = run(3, island, new_store())
-    rows = [end for end in ends if isinstance(end, list)]
+    ends = train_all(3, before=stop)
     (error,) = [end for end in ends if isinstance(end, BaseException)]
     assert isinstance(error, LeftOutError)
     assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
-    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2)]
+    assert check_rows("diloco", survivors(ends)) == [(0, 1, 2), (0, 2), (0, 2)]
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
@@ -261,13 +193,13 @@ def test_a_store_that_is_gone_when_members_meet_is_a_typed_error():
 
 
 def test_a_minority_stops_and_names_whom_it_misses():
-    def island(store):
-        with joined(store, 2, minimum=None) as islands:
-            model = wrapped(islands, "diloco")
-            islands._participant._timeout_s = 0.2
-            train(islands, model, PERIOD, lambda step: islands.seat == 1 and vanish(islands))
+    def vanish_at_once(islands, model, step):
+        islands._participant._timeout_s = 0.2
+        if islands.seat == 1:
+            vanish(islands)
 
-    error = next(end for end in run(2, island, new_store()) if not isinstance(end, RankDiedError))
+    ends = train_all(2, periods=1, before=vanish_at_once, minimum=None)
+    error = next(end for end in ends if not isinstance(end, RankDiedError))
     assert isinstance(error, TooFewMembersError)
     assert error.peers == (1,)
     assert "seat 0 are not more than half of seats 0, 1" in str(error)
@@ -361,13 +293,7 @@ def test_changes_are_told():
 
 def test_a_codec_with_error_feedback_runs_between_islands():
     algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
-
-    def island(store):
-        with joined(store, 2) as islands:
-            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
-
-    first, second = run(2, island, new_store())
-    assert all(torch.equal(here.weights, there.weights) for here, there in zip(first, second, strict=True))
+    assert len(check_equal(train_all(2, algorithm))) == 3
 
 
 def test_a_model_that_trains_between_islands_is_not_switched():
@@ -412,21 +338,15 @@ def test_without_the_store_islands_train_on():
 def test_without_the_store_nobody_is_replaced_until_it_is_back(returns):
     store = Unsteady()
 
-    def island():
-        with joined(store, 2) as islands:
-            model = wrapped(islands, "diloco")
-            islands._participant._timeout_s = 60.0 if returns else 0.3
+    def fail(islands, model, step):
+        islands._participant._timeout_s = 60.0 if returns else 0.3
+        if step == PERIOD + 1 and islands.seat == 1:
+            store.on.clear()
+            if returns:
+                threading.Timer(0.3, store.on.set).start()
+            vanish(islands)
 
-            def fail(step):
-                if step == PERIOD + 1 and islands.seat == 1:
-                    store.on.clear()
-                    if returns:
-                        threading.Timer(0.3, store.on.set).start()
-                    vanish(islands)
-
-            return train(islands, model, 3 * PERIOD, fail)
-
-    (end,) = [end for end in run(2, island) if not isinstance(end, RankDiedError)]
+    (end,) = [end for end in train_all(2, before=fail, store=store) if not isinstance(end, RankDiedError)]
     if returns:
         assert check_rows("diloco", [end]) == [(0, 1), (0,), (0,)]
     else:
@@ -450,8 +370,7 @@ def test_a_result_that_all_hold_counts_although_the_barrier_failed():
             return train(islands, model, 2 * PERIOD)
 
     store = new_store()
-    rows = [end for end in run(3, island) if not isinstance(end, BaseException)]
-    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2)]
+    assert check_rows("diloco", survivors(run(3, island))) == [(0, 1, 2), (0, 2)]
 
 
 @contextlib.contextmanager

@@ -22,13 +22,14 @@ from bagua.membership.participant import Participant
 from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
-from bagua.testing.ranks import RankDiedError
+from tests.harness import until
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
     RANKS,
     check_equal,
     check_rows,
+    ends_of_each_fault,
     fall_silent,
     joined,
     new_model,
@@ -36,7 +37,6 @@ from tests.membership.training import (
     run_islands,
     together,
     train,
-    vanish,
     wrapped,
 )
 
@@ -66,9 +66,10 @@ def test_what_a_codec_loses_is_the_same_on_all_ranks():
     assert len(check_equal([row for rows in run_islands(2, rank) for row in rows])) == 3
 
 
-def train_to_a_fault(store, steps, fault):
+def train_ranks_to_a_fault(fault):
     """Train two islands; ``fault(islands)`` is called at each step of each call after the first exchange, on the second
     rank of the second island."""
+    store = new_store()
 
     def rank(_):
         armed = []
@@ -81,30 +82,19 @@ def train_to_a_fault(store, steps, fault):
             model = wrapped(islands, "local_sgd")
             rows = train(islands, model, PERIOD)
             armed.append(islands)
-            rows += train(islands, model, steps)
+            rows += train(islands, model, 2 * PERIOD)
             armed.clear()
-            return rows
+            return rows + train(islands, model, 4 * PERIOD)
 
     return [end for rows in run_islands(2, rank) for end in rows]
 
 
 def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
     """Wherever the rank dies: the other island has the exchange with it on all of its ranks, or without it."""
-    passed = []
-    train_to_a_fault(new_store(), 2 * PERIOD, lambda islands: passed.append(None))
-    assert len(passed) > 20
     seen = set()
-    for place in range(len(passed) // 3, len(passed), max(1, len(passed) // 12)):
-        places = iter(range(len(passed)))
-
-        def fault(islands, place=place, places=places):
-            if next(places) == place:
-                vanish(islands)
-
-        ends = train_to_a_fault(new_store(), 4 * PERIOD, fault)
+    for ends in ends_of_each_fault(train_ranks_to_a_fault, skipped=1 / 3, most=12):
         rows = [end for end in ends if isinstance(end, list)]
         assert len(rows) == 2, ends
-        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
         assert sum(isinstance(end, PeerLostError) for end in ends) == 1, ends
         crowds = check_rows("local_sgd", rows, RANKS)
         assert (crowds[0], crowds[-1]) == ((0, 1), (0,))
@@ -121,14 +111,12 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
         if self._state.seat != 1:
             return pass_barrier(self)
         fall_silent(second[0])
-        while not self._state.has_left:
-            threading.Event().wait(0.002)
+        until(lambda: self._state.has_left)
         raise PeerLostError("the other island ended the call")
 
     def stop_late(self, *arguments, **options):
         stop(self, *arguments, **options)
-        while self._state.seat == 1 and self._cell(2) is None:
-            threading.Event().wait(0.002)
+        until(lambda: self._state.seat != 1 or self._cell(2) is not None)
 
     monkeypatch.setattr(Participant, "_pass_barrier", lose_the_second_rank)
     monkeypatch.setattr(Participant, "_stop", stop_late)
@@ -171,8 +159,7 @@ def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
                     seen.set()
                 if step == 2 * PERIOD and number < 2:  # The next exchange has to see it.
                     assert came.wait(60)
-                    while not islands._state.roster.records.get(2, islands._state.record).waiting:
-                        threading.Event().wait(0.002)
+                    until(lambda: islands._state.roster.records.get(2, islands._state.record).waiting)
 
             return train(islands, wrapped(islands), 5 * PERIOD, pace)
 

@@ -15,8 +15,10 @@ from tests.membership.training import (
     new_store,
     run,
     run_islands,
+    survivors,
     together,
     train,
+    train_all,
     wrapped,
 )
 
@@ -41,14 +43,11 @@ def load_other_anchor(model, by):
 @pytest.mark.parametrize("algorithm", ANCHORED)
 @pytest.mark.parametrize(("count", "strange"), [(3, (1,)), (2, (0, 1))])
 def test_weights_loaded_on_one_island_before_the_first_exchange_end_all_and_name_it(algorithm, count, strange):
-    def island(store):
-        with joined(store, count) as islands:
-            model = wrapped(islands, algorithm)
-            if islands.seat == 1:
-                load_others(model)
-            return train(islands, model, 2 * PERIOD)
+    def load(islands, model, step):
+        if islands.seat == step == 1:
+            load_others(model)
 
-    ends = run(count, island, new_store())
+    ends = train_all(count, algorithm, 2, load)
     assert [type(end) for end in ends] == [CollectiveMismatchError] * count, ends
     assert [end.peers for end in ends] == [strange] * count
     assert "seats [1] is not that of seats [0, 2]" in str(ends[0]) or count == 2
@@ -56,13 +55,8 @@ def test_weights_loaded_on_one_island_before_the_first_exchange_end_all_and_name
 
 @pytest.mark.parametrize("algorithm", ANCHORED)
 def test_weights_loaded_on_all_islands_before_the_first_exchange_are_what_all_go_on_with(algorithm):
-    def island(store):
-        with joined(store, 2) as islands:
-            model = wrapped(islands, algorithm)
-            load_others(model)
-            return train(islands, model, 2 * PERIOD)
-
-    assert len(check_equal(run(2, island, new_store()))) == 2
+    ends = train_all(2, algorithm, 2, lambda islands, model, step: load_others(model) if step == 1 else None)
+    assert len(check_equal(ends)) == 2
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -90,7 +84,7 @@ def test_a_load_after_the_first_exchange_is_refused_and_the_others_go_on(algorit
             return train(islands, model, 3 * PERIOD, before)
 
     ends = run(3, island, new_store())
-    rows = [end for end in ends if isinstance(end, list)]
+    rows = survivors(ends)
     assert len(rows) == 2, ends
     assert [one.contributed for one in check_equal(rows).values()] == [(0, 1, 2), (0, 2), (0, 2)]
     assert len(refused) == (0 if what == "state" else 2)
@@ -99,19 +93,13 @@ def test_a_load_after_the_first_exchange_is_refused_and_the_others_go_on(algorit
 
 @pytest.mark.parametrize("algorithm", ANCHORED)
 def test_weights_that_are_put_back_are_no_load(algorithm):
-    def island(store):
-        with joined(store, 2) as islands:
-            model = wrapped(islands, algorithm)
+    def put_back(islands, model, step):
+        if islands.seat == 1:  # As an evaluation with averaged weights does.
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+            load_others(model)
+            model.load_state_dict(kept)
 
-            def before(step):
-                if islands.seat == 1:  # As an evaluation with averaged weights does.
-                    kept = {name: value.clone() for name, value in model.state_dict().items()}
-                    load_others(model)
-                    model.load_state_dict(kept)
-
-            return train(islands, model, 3 * PERIOD, before)
-
-    assert len(check_equal(run(2, island, new_store()))) == 3
+    assert len(check_equal(train_all(2, algorithm, before=put_back))) == 3
 
 
 @pytest.mark.parametrize("algorithm", ANCHORED)
@@ -119,20 +107,14 @@ def test_weights_that_are_put_back_are_no_load(algorithm):
 def test_shared_state_that_differs_ends_all_unless_that_is_rounding(algorithm, by, goes_on, caplog):
     """Islands on other processors round differently: that is told once, and newcomers are told to compare nothing."""
 
-    def island(store):
-        with joined(store, 3) as islands:
-            model = wrapped(islands, algorithm)
+    def load(islands, model, step):
+        if islands.seat == 2 and step == PERIOD:
+            load_other_anchor(model, by)
 
-            def before(step):
-                if islands.seat == 2 and step == PERIOD:
-                    load_other_anchor(model, by)
-
-            train(islands, model, 3 * PERIOD, before)
-
-    ends = run(3, island, new_store())
+    ends = train_all(3, algorithm, before=load)
     told = [record for record in caplog.records if "rounding" in record.message]
     if goes_on:
-        assert (ends, len(told)) == ([None] * 3, 1)
+        assert ([len(rows) for rows in ends], len(told)) == ([3] * 3, 1)
     else:
         assert [(type(end), end.peers) for end in ends] == [(CollectiveMismatchError, (2,))] * 3
 

@@ -19,12 +19,13 @@ from bagua.membership.checkpoint import write_state
 from bagua.membership.pace import numbers_of
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import joined, new_store, run, run_islands, run_numbered, together, vanish
+from tests.membership.training import joined, new_store, run, run_islands, run_numbered, survivors, together, vanish
 
 H = 6
 RATE = 0.05
 #: Seconds of a step, by seat: the second island is three times slower than the first.
 STEP_S = (1.0, 3.0, 2.0)
+OWN = Algorithm.init("local_sgd", sync_every=H, pace="own")
 
 paces = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
 periods = st.integers(1, 40)
@@ -140,6 +141,18 @@ class Member:
         return found
 
 
+def of_members(count, algorithm, job, tokens=(0, 0, 0), **options):
+    """What ``job(member)`` returns on each of so many islands, by seat."""
+
+    def island(store):
+        with joined(store, count, **options) as islands:
+            seat = islands.seat
+            return seat, job(Member(islands, algorithm, STEP_S[seat], tokens[seat]))
+
+    ends = run(count, island, new_store())
+    return [found for _, found in sorted(ends, key=lambda end: end[0])]
+
+
 def new_model(seat):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False)).double()
     generator = torch.Generator().manual_seed(seat)
@@ -227,13 +240,7 @@ def expected(algorithm, parts, tokens, periods):
 def test_members_of_unequal_pace_train_as_plain_torch_does(algorithm, options, parts, tokens):
     """Each makes its number of steps, and counts by what it has trained on."""
     chosen = Algorithm.init(algorithm, sync_every=H, pace="own", **options)
-
-    def island(store):
-        with joined(store, 3) as islands:
-            seat = islands.seat
-            return seat, Member(islands, chosen, STEP_S[seat], tokens[seat]).train(4 * H)
-
-    found = [rows for _, rows in sorted(run(3, island, new_store()), key=lambda one: one[0])]
+    found = of_members(3, chosen, lambda member: member.train(4 * H), tokens)
     check_equal(found, parts)
     for number, (made, weights) in enumerate(expected(algorithm, parts, tokens, 4)):
         assert [rows[number][1] for rows in found] == made
@@ -242,19 +249,16 @@ def test_members_of_unequal_pace_train_as_plain_torch_does(algorithm, options, p
 
 @pytest.mark.threads
 def test_a_member_that_changes_its_pace_makes_another_number_of_steps():
-    def island(store):
-        with joined(store, 2) as islands:
-            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
+    def train(member):
+        def change():
+            if member.islands.seat == 1 and member.model.bagua_step == 2 * H + 3:  # In the middle of a period.
+                member.step_s = 1.0
+            if member.islands.seat == 0 and member.model.bagua_step == 3 * H:
+                member.step_s = 2.0
 
-            def change():
-                if islands.seat == 1 and member.model.bagua_step == 2 * H + 3:  # In the middle of a period.
-                    member.step_s = 1.0
-                if islands.seat == 0 and member.model.bagua_step == 3 * H:
-                    member.step_s = 2.0
+        return member.train(6 * H, change), member.islands.pace.numbers
 
-            return islands.seat, member.train(6 * H, change), islands.pace.numbers
-
-    (_, fast, numbers), (_, slow, others) = sorted(run(2, island, new_store()), key=lambda one: one[0])
+    (fast, numbers), (slow, others) = of_members(2, OWN, train)
     check_equal([fast, slow])
     assert [row[1] for row in fast] == [6, 12, 18, 24, 27, 30]
     # Of two steps one took 3 s and one 1 s, which is a median of 2 s: 3 steps, and then as the other one.
@@ -283,7 +287,7 @@ def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, pla
 
     ends = run(3, island, new_store())
     assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
-    found = [end for end in ends if not isinstance(end, BaseException)]
+    found = survivors(ends)
     check_equal([rows for rows, *_ in found], fragments)
     left = [seat for seat in range(3) if seat != victim]
     fastest = min(STEP_S[seat] for seat in left)
@@ -294,15 +298,7 @@ def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, pla
 
 @pytest.mark.threads
 def test_a_member_that_leaves_is_not_waited_for():
-    def island(store):
-        with joined(store, 3) as islands:
-            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
-            found = member.train(2 * H)
-            if islands.seat == 0:
-                return found
-            return found + member.train(5 * H)
-
-    found = sorted(run(3, island, new_store()), key=len)
+    found = of_members(3, OWN, lambda member: member.train((5 if member.islands.seat else 2) * H))
     check_equal(found[1:])
     assert sorted(rows[-1][1] for rows in found[1:]) == [6 + 2 + 2 + 2 * 4, 6 + 3 + 3 + 2 * 6]
 
@@ -345,45 +341,39 @@ def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fr
 
 @pytest.mark.threads
 def test_a_run_that_is_resumed_goes_on_with_the_numbers_of_its_seats(tmp_path):
-    algorithm, file = Algorithm.init("local_sgd", sync_every=H, pace="own"), tmp_path / "state.pt"
+    file = tmp_path / "state.pt"
 
-    def island(store):
-        with joined(store, 2) as islands:
-            member = Member(islands, algorithm, STEP_S[islands.seat])
-            found = member.train(2 * H)
-            if islands.seat == 0:
-                write_state(file, islands._facts, islands._state.give())
-            return found
+    def save(member):
+        found, islands = member.train(2 * H), member.islands
+        if islands.seat == 0:
+            write_state(file, islands._facts, islands._state.give())
+        return found
 
-    def resumed(store):
-        with joined(store, 2, resume=file) as islands:
-            member = Member(islands, algorithm, STEP_S[islands.seat])
-            assert islands.pace.numbers == {0: 6, 1: 2}
-            return islands.seat, member.train(3 * H)
+    def go_on(member):
+        assert member.islands.pace.numbers == {0: 6, 1: 2}
+        return member.train(3 * H)
 
-    check_equal(run(2, island, new_store()))
-    ends = sorted(run(2, resumed, new_store()), key=lambda one: one[0])
-    check_equal([rows for _, rows in ends])
-    assert [rows[-1][1] for _, rows in ends] == [6, 2]
+    check_equal(of_members(2, OWN, save))
+    ends = of_members(2, OWN, go_on, resume=file)
+    check_equal(ends)
+    assert [rows[-1][1] for rows in ends] == [6, 2]
 
 
 @pytest.mark.threads
 def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
-    def island(store):
-        with joined(store, 2) as islands:
-            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
-            member.train(H)
-            member.train(H + 3)
-            own = weights_of(member.model)
-            for _ in range(2):  # The first one changes nothing for the second.
-                with member.model.bagua_global_average():
-                    mean = weights_of(member.model)
-            member.model.bagua_finish()
-            finished = weights_of(member.model)
-            member.model.bagua_finish()  # Nobody has learned anything since.
-            return islands.seat, own, mean, finished, weights_of(member.model)
+    def finish(member):
+        member.train(H)
+        member.train(H + 3)
+        own = weights_of(member.model)
+        for _ in range(2):  # The first one changes nothing for the second.
+            with member.model.bagua_global_average():
+                mean = weights_of(member.model)
+        member.model.bagua_finish()
+        finished = weights_of(member.model)
+        member.model.bagua_finish()  # Nobody has learned anything since.
+        return own, mean, finished, weights_of(member.model)
 
-    (_, first, *means), (_, second, *others) = sorted(run(2, island, new_store()), key=lambda one: one[0])
+    (first, *means), (second, *others) = of_members(2, OWN, finish)
     for found in (*means, *others):
         for one, other, mean in zip(first, second, found, strict=True):
             torch.testing.assert_close(mean, (3 * one + other) / 4, rtol=0, atol=1e-12)
@@ -412,13 +402,11 @@ def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
 
 @pytest.mark.threads
 def test_after_each_step_all_make_the_same_steps():
-    def island(store):
-        with joined(store, 2) as islands:
-            member = Member(islands, Algorithm.init("local_sgd", sync_every=1, pace="own"), STEP_S[islands.seat])
-            member.train(H)
-            return member.steps, weights_of(member.model)
+    def train(member):
+        member.train(H)
+        return member.steps, weights_of(member.model)
 
-    (made, weights), (others, same) = run(2, island, new_store())
+    (made, weights), (others, same) = of_members(2, Algorithm.init("local_sgd", sync_every=1, pace="own"), train)
     assert made == others == H
     assert all(torch.equal(here, there) for here, there in zip(weights, same, strict=True))
 
@@ -426,13 +414,7 @@ def test_after_each_step_all_make_the_same_steps():
 @pytest.mark.threads
 def test_buffers_that_are_averaged_count_alike_on_all():
     algorithm = Algorithm.init("local_sgd", sync_every=H, pace="own", average_buffers=True)
-
-    def island(store):
-        with joined(store, 2) as islands:
-            member = Member(islands, algorithm, STEP_S[islands.seat])
-            return member.train(3 * H)
-
-    check_equal(run(2, island, new_store()))
+    check_equal(of_members(2, algorithm, lambda member: member.train(3 * H)))
 
 
 def test_members_that_disagree_about_their_pace_are_refused():

@@ -33,6 +33,7 @@ from tests.membership.training import (
     joined,
     new_store,
     run,
+    survivors,
     train,
     vanish,
     wrapped,
@@ -169,7 +170,7 @@ def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed: int,
 
     roles = itertools.count()
     ends = run(MEMBERS + DEATHS, island, new_store(), deadline_s=100.0)
-    rows = [end for end in ends if not isinstance(end, BaseException)]
+    rows = survivors(ends)
     assert sum(isinstance(end, RankDiedError) for end in ends) == DEATHS, ends
     assert len(rows) == MEMBERS, ends
     by_step = check_equal(rows)

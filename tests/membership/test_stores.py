@@ -20,7 +20,7 @@ from bagua.comm.store.polled import PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
 from bagua.membership.state import Deadlines
 from tests.membership.etcd_servers import ETCD, cluster, free_ports, leader
-from tests.membership.training import PERIOD, check_rows, joined, run, train, vanish, wrapped
+from tests.membership.training import PERIOD, check_rows, joined, run, survivors, train, vanish, wrapped
 
 #: Each island has a store of its own here, so that silence is a matter of time.
 DEADLINES = Deadlines(beat_s=0.05, silence_s=8.0, suspect_s=2.0, meet_s=60.0, poll_s=0.01)
@@ -190,5 +190,5 @@ def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
                 return train(islands, model, 3 * PERIOD, pace)
 
         ends = run(2, island)
-    rows = [end for end in ends if not isinstance(end, BaseException)]
+    rows = survivors(ends)
     assert check_rows("diloco", rows) == [(0, 1), (0,), (0,)]

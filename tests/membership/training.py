@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,11 +18,13 @@ from bagua.algorithms import Algorithm
 from bagua.comm import get_default_group
 from bagua.comm.store.polled import PolledStore
 from bagua.comm.store.serving import thread_store
-from bagua.comm.transports.threads import RankKilled
+from bagua.comm.transports.threads import RankKilled, Step, inject_fault
 from bagua.membership import Islands
 from bagua.membership.state import Deadlines, Roster
 from bagua.parallel import with_bagua
 from bagua.testing import Outcome, ThreadRanks
+from bagua.testing.ranks import RankDiedError
+from tests.harness import in_threads, until
 
 PERIOD = 2
 #: Ranks of an island that has several.
@@ -168,17 +170,43 @@ def vanish(islands: Islands) -> None:
     raise RankKilled
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what another thread does; it fails after a minute."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
     """What ``job(*arguments)`` returned on each of ``count`` threads; its error where it raised one."""
     return _ends(ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments))
+
+
+def train_all(
+    count: int,
+    algorithm: str | Algorithm = "diloco",
+    periods: int = 3,
+    before: Callable[[Islands, torch.nn.Module, int], object] = lambda islands, model, step: None,
+    *,
+    store: Any = None,
+    **options: Any,
+) -> list[Any]:
+    """What so many islands that begin together have after their exchanges, or how they end.
+
+    Args:
+        count: number of islands.
+        algorithm: what they train with.
+        periods: number of periods.
+        before: is called with the islands, the model and the number of the step, before each step.
+        store: where they meet.
+        options: of ``joined``.
+    """
+    store = store or new_store()
+
+    def island() -> list[Outer]:
+        with joined(store, count, **options) as islands:
+            model = wrapped(islands, algorithm)
+            return train(islands, model, periods * PERIOD, lambda step: before(islands, model, step))
+
+    return run(count, island)
+
+
+def survivors(ends: Sequence[Any]) -> list[Any]:
+    """What those returned that were not ended by an error."""
+    return [end for end in ends if not isinstance(end, BaseException)]
 
 
 def run_numbered(count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -203,17 +231,7 @@ def _ends(outcomes: Sequence[Outcome]) -> list[Any]:
 
 def run_islands(count: int, job: Callable[[int], Any], *, deadline_s: float = 60.0) -> list[list[Any]]:
     """What ``job(number of the island)`` returned, or raised, on each of the ranks of each island; by island."""
-    found: list[Sequence[Outcome]] = [()] * count
-
-    def start(number: int) -> None:
-        found[number] = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
-
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [_ends(outcomes) for outcomes in found]
+    return in_threads(count, lambda number: _ends(ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)))
 
 
 def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
@@ -251,6 +269,87 @@ def inner_steps(anchor: torch.Tensor, seat: int, ranks: int = 1) -> torch.Tensor
     for _ in range(PERIOD):
         weights = weights - RATE * 2 * (data @ weights.T).T @ data
     return weights
+
+
+Fault = Callable[[Islands], object]
+
+
+def train_to_a_fault(
+    fault: Fault, model_of: Callable[[Islands], torch.nn.Module], steps: tuple[int, int, int], period: int = PERIOD
+) -> list[Any]:
+    """Train three islands up to the last of ``steps``; between the first and the second of them ``fault(islands)``
+    is called on seat 1 at each step of each collective."""
+    store = new_store()
+
+    def island() -> list[Outer]:
+        armed: list[bool] = []
+
+        def hook(step: Step) -> None:
+            if armed and islands.seat == 1 and step.call.kind in ("allreduce", "allgather"):
+                fault(islands)
+
+        with joined(store, 3) as islands, inject_fault(hook):
+            model = model_of(islands)
+            rows = train(islands, model, steps[0], period=period)
+            armed.append(True)
+            rows += train(islands, model, steps[1], period=period)
+            armed.clear()
+            return rows + train(islands, model, steps[2], period=period)
+
+    return run(3, island)
+
+
+def ends_of_each_fault(train_to: Callable[[Fault], list[Any]], skipped: float = 0.0, most: int = 1000) -> Iterator[Any]:
+    """How all end where one dies at one step of ``train_to`` after the other.
+
+    Args:
+        train_to: trains, and calls what it is given at each step at which one may die.
+        skipped: share of the steps that nobody dies at, from the first one on.
+        most: number of steps to try, about.
+    """
+    passed: list[None] = []
+    train_to(lambda islands: passed.append(None))
+    assert len(passed) > 5
+    for place in range(int(skipped * len(passed)), len(passed), max(1, len(passed) // most)):
+        count = itertools.count()
+        ends = train_to(lambda islands, place=place, count=count: next(count) == place and vanish(islands))
+        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
+        yield ends
+
+
+def run_with_newcomer(
+    island: Callable[[], AbstractContextManager[Islands]], algorithm: str
+) -> list[tuple[list[Outer], str]]:
+    """Two train for five periods; a third one comes in the middle of the second. What they have, and why."""
+    came, seen, inside = threading.Event(), threading.Event(), threading.Event()
+
+    def job(number: int) -> tuple[list[Outer], str]:
+        late = number == 2
+        if late:
+            assert seen.wait(60)
+        with island() as islands:
+            if late:
+                came.set()
+            model = wrapped(islands, algorithm)
+            if late:
+                inside.set()
+
+            def let_in(step: int) -> None:
+                if step == PERIOD + 1 and not late:
+                    seen.set()
+                    assert came.wait(60)
+                    until(lambda: islands.rest() or 2 in islands.members().in_epoch)
+                    assert inside.wait(60)
+
+            return train(islands, model, 5 * PERIOD, let_in), islands.why()
+
+    return run_numbered(3, job)
+
+
+def check_newcomer(algorithm: str, rows: Sequence[Sequence[Outer]]) -> None:
+    """It had the state before it came in, and trains on from where the others are."""
+    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
+    assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
 
 
 def check_equal(rows: Sequence[Sequence[Outer]]) -> dict[int, Outer]:

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,7 @@ from bagua.observe.flight import PREFIX, FlightRecord
 from bagua.observe.folders import write_whole
 from bagua.observe.trace import TraceFile
 from bagua.testing import ThreadRanks
+from tests.harness import in_threads, until
 from tests.versions import needs
 
 pytestmark = pytest.mark.threads
@@ -208,11 +208,7 @@ def test_threads_that_fail_at_once_leave_one_cause(tmp_path):
     _recorder, _statistics, flight = one_call(tmp_path)
     written = []
     with mock.patch("bagua.observe.flight.write_whole", lambda path, content: written.append(path.name)):
-        threads = [threading.Thread(target=flight.fail, args=(CommunicationError(str(i)),)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(8, lambda number: flight.fail(CommunicationError(str(number))))
     assert sorted(written) == ["calls_0.txt", *["calls_0_later.txt"] * 7, f"{PREFIX}0"]
 
 
@@ -237,10 +233,7 @@ def test_a_rank_that_is_dropped_takes_its_record_with_it(folder):
 def fail_in_the_background() -> None:
     call = bagua.comm.broadcast if bagua.comm.get_rank() == 1 else bagua.comm.allreduce
     work = call(torch.ones(3), async_op=True)
-    deadline = time.monotonic() + 60
-    while not work.is_completed():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(work.is_completed)
     bagua.comm.barrier()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from bagua.comm.records.recorder import LATEST_LENGTH, Statistics
 from bagua.comm.records.statistics import KindStatistics
 from bagua.engine.schedule.lanes import ThreadExecutor
 from bagua.errors import CommunicationError
+from tests.harness import until
 
 
 class Clock:
@@ -152,9 +152,7 @@ def fail_unattended(checked: bool) -> str:
         return "failed"
     work = communicator.allreduce(torch.ones(3), async_op=True)
     bagua.comm.barrier()
-    until = time.monotonic() + 60
-    while not work.is_completed() and time.monotonic() < until:
-        time.sleep(0.001)
+    until(work.is_completed)
     with contextlib.suppress(CommunicationError):
         communicator.barrier()
     return communicator.statistics.recent[0].state

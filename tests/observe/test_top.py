@@ -19,6 +19,7 @@ from bagua.comm.store.beats import Beats
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.observe import watch as watch_module
 from bagua.testing import ThreadRanks
+from tests.harness import until
 
 
 def beat(**facts: object) -> dict[str, object]:
@@ -90,8 +91,7 @@ def test_an_address_may_be_of_ipv6_and_a_port_may_not_be_any_number(capsys):
     assert "[::1]:29500" in capsys.readouterr().err
 
 
-def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys):
-    store, port = serve_store()
+def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys, port):
     Beats(connect_store(port, 10.0), 0).post_now(beat(world_size=1))
     reader, writer = os.pipe()
     os.close(reader)
@@ -99,7 +99,6 @@ def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys):
         piped.setattr(sys, "stdout", table)
         assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
     assert capsys.readouterr().err == ""
-    del store
 
 
 def test_late_and_silent_ranks_are_marked():
@@ -136,15 +135,13 @@ def test_a_second_job_of_one_process_counts_from_its_beginning():
     assert rows[0][3:7] == ("40%", "20%", "10%", "5.00")
 
 
-def test_a_job_is_found_through_its_store(capsys):
-    store, port = serve_store()
+def test_a_job_is_found_through_its_store(capsys, port):
     for rank in range(2):
         Beats(PrefixStore("bagua/3", PrefixStore("torch", connect_store(port, 10.0))), rank).post_now(beat())
     assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "world #9 barrier()" in lines[1]
-    del store
 
 
 def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
@@ -184,10 +181,7 @@ def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch)
 def test_a_beat_that_cannot_arrive_disturbs_nobody():
     beats = Beats(Gone(), 0)
     beats.post(beat(), lambda: None)
-    until = time.monotonic() + 60
-    while beats._busy and time.monotonic() < until:
-        time.sleep(0.001)
-    assert not beats._busy
+    until(lambda: not beats._busy)
 
 
 def test_beats_go_on_when_threads_can_start_again(monkeypatch):
