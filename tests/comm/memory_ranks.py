@@ -10,12 +10,10 @@ import torch
 from torch.distributed import HashStore
 
 import bagua.comm
-from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.contract import Membership, Transport
-from bagua.comm.transports.memory.line import Notice, rows
-from bagua.comm.transports.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
+from bagua.comm.transports.threads import FaultHook, ThreadsTransport, inject_fault
 from tests.contract.exercises import TENSOR_KINDS, CallSetting, perform
 
 
@@ -99,88 +97,6 @@ def values(outcomes: list[Any]) -> list[Any]:
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
-
-
-class Window:
-    """A published source of which only the last two pieces can be seen, in small areas; and earlier results."""
-
-    def __init__(self, source: torch.Tensor, bounds: list[tuple[int, int]]) -> None:
-        self.source, self.bounds = source, bounds
-        self.pieces: list[tuple[int, int, list[torch.Tensor]]] = []
-
-    def show(self, area: torch.Tensor, start: int, stop: int, kept: tuple[int, int] | None) -> None:
-        """Copy columns ``start`` to ``stop`` of each row into ``area``, over all that was there but for ``kept``."""
-        if kept is not None:
-            self._show_around(area, start, stop, kept)
-            return
-        area.view(torch.uint8).fill_(0xAA)
-        seen, used = [], 0
-        for first, length in self.bounds:
-            part = self.source[first + min(start, length) : first + min(stop, length)]
-            place = area[used : used + part.numel()]
-            place.copy_(part)
-            seen.append(place)
-            used += part.numel()
-        self.pieces = [*self.pieces[-2:], (start, stop, seen)]
-
-    def _show_around(self, area: torch.Tensor, start: int, stop: int, kept: tuple[int, int]) -> None:
-        for begin, end in ((start, kept[0]), (kept[1], stop)):
-            area[begin - start : end - start] = self.source[begin:end]
-        self.pieces = [*self.pieces[-2:], (start, stop, [area[: stop - start]])]
-
-    def __getitem__(self, index: slice) -> torch.Tensor:
-        for (first, length), row in zip(self.bounds, range(len(self.bounds)), strict=True):
-            start, stop = index.start - first, index.stop - first
-            for begin, end, seen in reversed(self.pieces):
-                fits = start >= begin and stop <= min(end, length)
-                if fits and (start < stop or start == length == 0 or length):
-                    return seen[row][start - begin : stop - begin]
-        raise AssertionError(f"{index} is not in view")
-
-
-class StagedPeers(ThreadPeers):
-    """Shows data only through two small areas that alternate, as memory of processes does."""
-
-    AREA_BYTES = 48
-    spin_s = spin_inline_s = 20e-6
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._areas = [torch.zeros(self.AREA_BYTES, dtype=torch.uint8) for _ in range(2)]
-        self._message_areas: dict[int, torch.Tensor] = {}
-        self._shown = 0
-        self.line.source = self._source  # type: ignore[method-assign]
-
-    def _source(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        window: Window = self.line.data[slot]  # type: ignore[assignment]
-        return window.source[start:stop]
-
-    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
-        piece = 1 << 62
-        if source is not None:
-            bounds = rows(call, self.size)
-            piece = max(self.AREA_BYTES // (len(bounds) * source.element_size()), 1)
-            self.line.data[slot] = Window(source.view(-1), bounds)  # type: ignore[call-overload]
-            self._show(slot, 0, piece, None)
-        self.line.notices[slot] = Notice(call, call.agreement(), False, piece)
-
-    def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
-        self._show(slot, start, stop, kept)
-
-    def _show(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None) -> None:
-        window: Window = self.line.data[slot]  # type: ignore[assignment]
-        if slot < 2:
-            self._shown += 1
-            area = self._areas[self._shown & 1]
-        else:
-            area = self._message_areas.setdefault(slot, torch.zeros(self.AREA_BYTES, dtype=torch.uint8))
-        window.show(area.view(window.source.dtype), start, stop, kept)
-
-
-class StagedTransport(ThreadsTransport):
-    """The threads transport without zero copy."""
-
-    peers_class = StagedPeers
 
 
 def ramp(start: float, numel: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -17,6 +18,10 @@ from bagua.errors import (
     PeerLostError,
     TransportUnavailableError,
 )
+from tests.contract.exercises import EXERCISES, CallSetting, perform
+from tests.contract.reference import values
+from tests.contract.results import REDUCING
+from tests.harness import in_threads
 from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
 
 pytestmark = needs_obstore
@@ -24,78 +29,34 @@ pytestmark = needs_obstore
 
 def on_seats(size, open_store, backend, job, name="epoch1"):
     """What ``job(group)`` returned, or raised, on each of ``size`` members, which are threads."""
-    found = [None] * size
 
     def member(seat):
-        store = open_store()
         try:
-            group = group_of_seats(store, range(size), seat, name, backend=backend, timeout_s=20.0, meet_s=20.0)
-        except TransportUnavailableError as error:
-            found[seat] = error
-            return
-        try:
-            found[seat] = job(group)
+            group = group_of_seats(open_store(), range(size), seat, name, backend=backend, timeout_s=20.0, meet_s=20.0)
+            with contextlib.closing(group):
+                return job(group)
         except Exception as error:
-            found[seat] = error
-        finally:
-            group.close()
+            return error
 
-    threads = [threading.Thread(target=member, args=(seat,)) for seat in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return in_threads(size, member)
 
 
 def in_folder(folder):
     return lambda: opened(f"file://{folder}/run")
 
 
-def drawn(rank, numel, dtype):
-    generator = torch.Generator().manual_seed(rank)
-    if dtype is torch.bool:
-        return torch.rand(numel, generator=generator) > 0.5
-    if dtype.is_floating_point:
-        return torch.randn(numel, generator=generator).to(dtype)
-    return torch.randint(-5, 5, (numel,), generator=generator).to(dtype)
-
-
 def everything(group):
-    """Results of all collectives."""
-    comm, rank, size = group.global_communicator, group.rank, group.size
-    found = []
+    """All tensors of all collectives, after a check of their values."""
+    comm, found = group.global_communicator, []
+    kinds = [kind for kind in EXERCISES if kind not in ("sendrecv", "send_and_recv")]
     for numel in (1, 7, 1000):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-            own = drawn(rank, numel, dtype)
             for op in (ReduceOp.SUM, ReduceOp.MAX):
-                summed = own.clone()
-                comm.allreduce(summed, op)
-                reduced = own.clone()
-                comm.reduce(reduced, size - 1, op)
-                share = torch.empty(numel, dtype=dtype)
-                comm.reduce_scatter(share, drawn(rank, size * numel, dtype), op)
-                found += [summed, reduced, share]
-            gathered = torch.empty(size * numel, dtype=dtype)
-            comm.allgather(gathered, own)
-            swapped = torch.empty(size * numel, dtype=dtype)
-            comm.alltoall(swapped, drawn(rank, size * numel, dtype))
-            sent = own.clone()
-            comm.broadcast(sent, 1)
-            scattered = torch.empty(numel, dtype=dtype)
-            comm.scatter(scattered, drawn(rank, size * numel, dtype) if rank == 0 else None, 0)
-            collected = torch.empty(size * numel, dtype=dtype) if rank == 1 else None
-            comm.gather(collected, own, 1)
-            found += [gathered, swapped, sent, scattered, *([collected] if rank == 1 else [])]
-    mean = drawn(rank, 5, torch.float32)
-    comm.allreduce(mean, ReduceOp.AVG)
-    work = comm.allreduce(drawn(rank, 9, torch.float64), async_op=True)
-    work.wait()
-    counts = [(rank + other) % 3 for other in range(size)]
-    received = torch.empty(sum((other + rank) % 3 for other in range(size)))
-    comm.alltoall_v(received, drawn(rank, sum(counts), torch.float32), counts, counts)
-    comm.barrier()
-    return [*found, mean, work.result(), received, comm.allgather_object({"rank": rank})]
+                for kind in kinds if op == ReduceOp.SUM else REDUCING:
+                    found += perform(kind, comm, CallSetting((numel,), dtype, op, root=1)).touched
+    for setting in (CallSetting(op=ReduceOp.AVG), CallSetting(dtype=torch.float64, options={"async_op": True})):
+        found += perform("allreduce", comm, setting).touched
+    return [*found, comm.allgather_object({"rank": comm.rank})]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -114,7 +75,7 @@ def test_all_collectives_give_the_bits_of_threads(tmp_path, monkeypatch, size, s
 @pytest.mark.gloo
 def test_two_members_have_the_bits_of_gloo(tmp_path):
     def exchange(group):
-        own = drawn(group.rank, 5000, torch.float32)
+        own = values((5000,), torch.float32, group.rank)
         group.global_communicator.allreduce(own, ReduceOp.AVG)
         return own
 
@@ -129,16 +90,16 @@ def test_s3_gives_the_same(monkeypatch):
     monkeypatch.setattr(transport_module, "_SMALL_BYTES", 0)
 
     def exchange(group):
-        own = drawn(group.rank, 100_000, torch.float32)
+        own = values((100_000,), torch.float32, group.rank)
         group.global_communicator.allreduce(own)
         return own
 
     with s3_server() as endpoint:
         objects = new_s3(endpoint)
         found = on_seats(4, lambda: opened("s3://bucket/run", objects), "bucket", exchange)
-    expected = drawn(0, 100_000, torch.float32)
+    expected = values((100_000,), torch.float32, 0)
     for rank in range(1, 4):
-        expected = expected + drawn(rank, 100_000, torch.float32)
+        expected = expected + values((100_000,), torch.float32, rank)
     assert all(torch.equal(one, expected) for one in found)
 
 

@@ -36,9 +36,11 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from tests.comm.memory_ranks import run_on_gloo, values
+from tests.contract.asynchronous import resources
 from tests.contract.exercises import CallSetting, perform
 from tests.contract.reference import COPIED, LEGAL, REDUCED
 from tests.contract.results import COPYING, REDUCING, exercise_all
+from tests.harness import until
 from tests.versions import TORCH, needs
 
 pytestmark = pytest.mark.gloo
@@ -346,17 +348,6 @@ def test_closing_during_a_call_of_another_thread_wakes_the_peers() -> None:
     assert "lost rank 0: it closed its communicator during a call" in str(lost)
 
 
-def sockets() -> int:
-    """Open sockets of this process."""
-    count = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-        except FileNotFoundError:
-            continue
-    return count
-
-
 def test_closing_frees_the_backend_without_the_garbage_collector() -> None:
     """What is still alive when the interpreter ends aborts the process."""
 
@@ -386,16 +377,10 @@ def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
         return weakref.ref(comm._transport)
 
     run_on_gloo(2, job)  # What the first use of Gloo in a process opens may stay.
-    gc.collect()
-    before_sockets, before_threads = sockets(), threading.active_count()
+    before = resources()
     transports = values(run_on_gloo(2, job))
-    gc.collect()
-    until = time.monotonic() + 60
-    while (sockets() > before_sockets or threading.active_count() > before_threads) and time.monotonic() < until:
-        time.sleep(0.01)
     # Fewer are fine: threads of an earlier test may end meanwhile.
-    assert sockets() <= before_sockets
-    assert threading.active_count() <= before_threads
+    until(lambda: all(count <= before[name] for name, count in resources().items()))
     assert [transport() for transport in transports] == [None, None]
 
 

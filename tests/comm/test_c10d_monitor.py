@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.failure.notices import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import membership
+from tests.harness import until
 
 
 class StreamWork:
@@ -93,13 +92,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> Any:
     yield pair
     for rank in pair:
         rank.comm.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
 
 
 def test_the_host_does_not_wait(ranks: list[Rank]) -> None:

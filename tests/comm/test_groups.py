@@ -159,17 +159,21 @@ def use_all_forms():
         forms.append(dist.new_group([1, 3]))
     seen = []
     for form in forms:
-        tensor = torch.ones(1)
-        bagua.comm.allreduce(tensor, comm=form)
+        own = torch.tensor([bagua.comm.get_rank() + 1.0])
+        bagua.comm.allreduce(everywhere := own.clone(), comm=form)
+        bagua.comm.reduce(at_one := own.clone(), 1, comm=form)
+        bagua.comm.broadcast(sent := own.clone(), 1, comm=form)
         answer = bagua.comm.broadcast_object("odd", comm=form)
-        seen.append((bagua.comm.get_rank(form), bagua.comm.get_world_size(form), tensor.item(), answer))
+        place = bagua.comm.get_rank(form), bagua.comm.get_world_size(form)
+        seen.append((*place, everywhere.item(), at_one.item(), sent.item(), answer))
     return seen
 
 
 def test_a_group_is_taken_in_each_form(ranks):
     for rank, seen in enumerate(ranks(4, use_all_forms)):
         assert len(seen) in (2, 3)
-        assert set(seen) == {(rank // 2, 2, 2.0, "odd") if rank % 2 else (-1, -1, 1.0, None)}
+        own, reduced = rank + 1.0, 6.0 if rank == 3 else rank + 1.0
+        assert set(seen) == {(rank // 2, 2, 6.0, reduced, 4.0, "odd") if rank % 2 else (-1, -1, own, own, own, None)}
 
 
 def test_what_is_no_group_is_refused():

@@ -15,7 +15,7 @@ import bagua.comm
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup import formation, initialization
 from bagua.comm.store.asking import come_together
-from bagua.comm.store.serving import connect_store, serve_store, thread_store
+from bagua.comm.store.serving import connect_store, thread_store
 from bagua.errors import (
     BaguaError,
     CollectiveMismatchError,
@@ -150,11 +150,9 @@ def start_again_on_the_store(port):
     return results
 
 
-def test_a_store_can_be_used_again():
-    store, port = serve_store()
+def test_a_store_can_be_used_again(port):
     assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
     assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
-    del store
 
 
 def join_torch(port):
@@ -370,10 +368,8 @@ def start_with_checks_on_one_rank(port):
     return caught.value.peers
 
 
-def test_checks_on_one_rank_only_are_refused_on_all():
-    store, port = serve_store()
+def test_checks_on_one_rank_only_are_refused_on_all(port):
     assert PROCESSES.run(start_with_checks_on_one_rank, port, size=2) == [(1,), (0,)]
-    del store
 
 
 def ask_for_a_backend(port, backend):
@@ -386,14 +382,12 @@ def ask_for_a_backend(port, backend):
 
 
 @pytest.mark.parametrize("backend", ["nosuchthing", "threads", "nccl"])
-def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend):
+def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend, port):
     if backend == "nccl" and torch.cuda.is_available():
         pytest.skip("NCCL can run here")
-    store, port = serve_store()
     for kind, named in PROCESSES.run(ask_for_a_backend, port, backend, size=2):
         assert issubclass(kind, (TransportUnavailableError, ConfigurationError))
         assert named
-    del store
 
 
 @pytest.mark.parametrize(("agreed", "tried"), [((0, 1), ["hybrid", "gloo"]), ((), ["hybrid"]), ((0,), ["hybrid"])])

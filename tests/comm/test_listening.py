@@ -119,10 +119,8 @@ def test_ranks_with_one_token_meet_under_it(monkeypatch):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("tokens", [["quiet", "loud"], ["quiet", ""]])
-def test_ranks_with_other_tokens_do_not_see_each_other(tokens):
-    store, port = serve_store()
+def test_ranks_with_other_tokens_do_not_see_each_other(tokens, port):
     assert PROCESSES.run(start_with_tokens, port, tokens, size=2) == [(1,), (0,)]
-    del store
 
 
 def test_islands_with_other_tokens_do_not_see_each_other(monkeypatch):

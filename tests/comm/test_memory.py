@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
+from bagua import env
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import exchange as memory_exchange
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline, Notice, Step, rows
+from bagua.comm.transports.memory.transport import MemoryTransport
+from bagua.comm.transports.shm import peers as shm_peers
+from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import RankKilled, ThreadsTransport
 from bagua.errors import (
     CollectiveMismatchError,
@@ -25,50 +28,50 @@ from bagua.errors import (
     ConcurrentUseError,
     PeerLostError,
 )
-from tests.comm.memory_ranks import CALLS, KINDS, LARGE, StagedTransport, agrees, run, values
+from tests.comm.memory_ranks import CALLS, KINDS, LARGE, agrees, run, values
 
 pytestmark = pytest.mark.threads
 
 
 @pytest.fixture
-def small_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def set_limit(limit: int) -> None:
-        monkeypatch.setattr(memory_exchange, "SMALL_BYTES", limit)
+def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory shows what ranks do not lend in pieces of a few elements, which are overwritten."""
+    monkeypatch.setattr(env, "shm_staging_bytes", lambda: 64)
+    monkeypatch.setattr(shm_peers, "_OUTBOX_BYTES", (64, 64))
 
-    return set_limit
 
-
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["sliced", "redundant"])
 @pytest.mark.parametrize("numel", [0, 1, 2, 5, 100])
 @pytest.mark.parametrize("size", [2, 3])
-def test_data_that_is_shown_in_pieces(numel: int, size: int, limit: int, small_limit: Callable[[int], None]) -> None:
-    """Every kind, several times in a row, through areas of a few elements that are overwritten."""
-    small_limit(limit)
+def test_data_that_is_shown_in_pieces(numel: int, size: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind, several times in a row."""
+    monkeypatch.setattr(memory_exchange, "SMALL_BYTES", limit)
 
     def job(comm: Communicator) -> bool:
         return all(agrees(comm, kind, numel, times=3) for kind in KINDS)
 
-    assert all(values(run(size, job, transport=StagedTransport)))
+    assert all(values(run(size, job, transport=ShmTransport)))
 
 
-#: In several pieces through the areas of ``StagedTransport``.
+#: In several pieces through small areas.
 PIECES = [(kind, numel) for kind in KINDS for numel in (12, 50, 100)]
 
 
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("size", "transport", "calls"),
-    [(3, ThreadsTransport, CALLS), (2, StagedTransport, PIECES), (3, StagedTransport, PIECES)],
+    ("size", "transport", "calls"), [(3, ThreadsTransport, CALLS), (2, ShmTransport, PIECES), (3, ShmTransport, PIECES)]
 )
 def test_results_do_not_depend_on_who_is_late(
     size: int,
-    transport: type[ThreadsTransport],
+    transport: type[MemoryTransport],
     calls: list[tuple[str, int]],
     seed: int,
-    small_limit: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if transport is StagedTransport:
-        small_limit(0)
+    if transport is ShmTransport:
+        monkeypatch.setattr(memory_exchange, "SMALL_BYTES", 0)
     dice = random.Random(seed)
 
     def delay(step: Step) -> None:
@@ -158,10 +161,11 @@ def test_a_synchronous_call_comes_after_the_asynchronous_ones() -> None:
     assert values(run(2, job)) == [[64.0, True, 0, 0, 0, 0], [64.0, True, 0, 1, 2, 3]]
 
 
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(
-    ("transport", "numel"), [(ThreadsTransport, 100), (ThreadsTransport, LARGE), (StagedTransport, 100)]
+    ("transport", "numel"), [(ThreadsTransport, 100), (ThreadsTransport, LARGE), (ShmTransport, 100)]
 )
-def test_autograd_notices_what_is_written(transport: type[ThreadsTransport], numel: int) -> None:
+def test_autograd_notices_what_is_written(transport: type[MemoryTransport], numel: int) -> None:
     """Also by a copy that torch does not see."""
 
     def change(comm: Communicator) -> list[bool]:

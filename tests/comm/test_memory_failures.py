@@ -19,25 +19,6 @@ from tests.comm.memory_ranks import CALLS, LARGE, SMALL, agrees, run, values
 pytestmark = pytest.mark.threads
 
 
-def test_a_rank_that_comes_after_the_deadline_of_others_learns_of_it() -> None:
-    over = threading.Event()
-
-    def job(comm: Communicator) -> None:
-        if comm.rank == 1:
-            assert over.wait(60)
-            comm.allreduce(torch.zeros(1))
-        try:
-            comm.allreduce(torch.zeros(1), timeout=0.1)
-        finally:
-            over.set()
-
-    outcomes = run(2, job)
-    assert isinstance(outcomes[0], CollectiveTimeoutError)
-    assert isinstance(outcomes[1], CollectiveTimeoutError)
-    assert outcomes[0].peers == outcomes[1].peers == (1,)
-    assert outcomes[1].problem == "this rank came late: others gave the call up after 0.1 s"
-
-
 @pytest.mark.parametrize("call", ["allreduce", "recv", "send"])
 def test_abort_wakes_everyone_with_the_reason(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 to 3 wait, in a collective or for each other; rank 0 aborts from another thread."""

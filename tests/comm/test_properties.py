@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import bagua.torch_api  # noqa: F401 - which makes the backend known
 from bagua.comm.startup import formation
-from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm.store.serving import connect_store
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import nodes_of, this_rank
 from tests.programs.mirror_mutants import MIRROR_MUTANTS
@@ -128,11 +128,9 @@ def join_torch(programs, port, hosts):
 
 @pytest.mark.shm
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
-def test_dealt_programs_through_the_torch_backend(hosts):
-    store, port = serve_store()
+def test_dealt_programs_through_the_torch_backend(hosts, port):
     programs = dealt(12, ("torch",), sizes=(sum(hosts),), hosts={sum(hosts): [hosts]})
     assert_members_agree(ProcessRanks(3, backend=None).run(join_torch, programs, port, hosts, size=sum(hosts)))
-    del store
 
 
 # The programs fail for collectives that are wrong: each mutant is wrong in one way.

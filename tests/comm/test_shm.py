@@ -463,20 +463,6 @@ def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) 
             assert seconds < 60.0, "the deadline is 90"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
-    check_kill(shm_pool, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_ranks_killed_at_any_time(shm_pool) -> None:
-    """200 in a row with ``HYPOTHESIS_PROFILE=thorough``."""
-    kills = 200 if settings.get_current_profile_name() == "thorough" else 12
-    for seed in range(100, 100 + kills):
-        check_kill(shm_pool, seed)
-
-
 def nothing_new_stays(before: set[str]) -> bool:
     """Whether ``/dev/shm`` soon holds no more than before; other processes put things there and take them away."""
     until = time.monotonic() + 60
@@ -485,9 +471,14 @@ def nothing_new_stays(before: set[str]) -> bool:
     return not more
 
 
-def check_kill(pool, seed: int) -> None:
+#: Ranks that are killed one after the other.
+KILLS = 200 if settings.get_current_profile_name() == "thorough" else 16
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
     before = set(os.listdir("/dev/shm"))
-    outcomes = pool.outcomes(lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
+    outcomes = shm_pool.outcomes(lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
     dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
     assert len(dead) == 1, outcomes
     for survivor in outcomes:

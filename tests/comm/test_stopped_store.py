@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from bagua.comm.torch_forms import tagged
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CollectiveTimeoutError
+from tests.harness import until
 from tests.interpreters import interpreter
 
 pytestmark = pytest.mark.gloo
@@ -43,10 +43,7 @@ class Host:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 20
-        while not all(task.read_text().rpartition(") ")[2][0] == "T" for task in self.tasks()):  # One may still answer.
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in self.tasks()))  # One may answer.
 
     def tasks(self) -> list[Path]:
         return list(Path(f"/proc/{self.pid}/task").glob("*/stat"))

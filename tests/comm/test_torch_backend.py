@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.shm
 @pytest.fixture(scope="module")
 def pool() -> ProcessRanks:
     return ProcessRanks(4, backend=None)
-
-
-@pytest.fixture
-def port():
-    store, port = serve_store()
-    yield port
-    del store
 
 
 @pytest.mark.parametrize(("nodes", "transport"), [((0, 0), "shm"), ((0, 1), "gloo"), ((0, 0, 1), "hybrid")])

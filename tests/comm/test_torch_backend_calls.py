@@ -21,6 +21,7 @@ from bagua.comm.torch_backend.starter import CallStarter
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork, in_callback
 from bagua.comm.work import Work, joined
 from bagua.errors import CommunicatorClosedError, InvalidTensorError, PeerLostError
+from tests.harness import in_threads
 
 
 class Recorder:
@@ -125,7 +126,6 @@ def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
 
 def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
     watch, turn = BackwardWatch(), threading.Barrier(2, timeout=60)
-    outcomes: dict[int, BaseException | None] = {}
 
     def lose(rank: int) -> Callable[[float | None], None]:
         def complete(_: float | None) -> None:
@@ -142,21 +142,11 @@ def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
             turn.wait()  # and neither is over before the other has added its call.
 
         leaf.register_hook(hook)
-        try:
+        with pytest.raises(PeerLostError) as caught:
             leaf.sum().backward()
-            outcomes[rank] = None
-        except BaseException as error:
-            outcomes[rank] = error
+        assert caught.value.peers == (rank,)
 
-    threads = [threading.Thread(target=backward, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for rank, outcome in outcomes.items():
-        assert isinstance(outcome, PeerLostError)
-        assert outcome.peers == (rank,)
-    assert len(outcomes) == 2
+    in_threads(2, backward)
 
 
 def test_a_backward_pass_that_fails_leaves_nothing_to_the_next() -> None:

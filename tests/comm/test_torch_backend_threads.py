@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from bagua.comm import create_torch_group, torch_private
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.comm.torch_backend.work import PlainFutures
 from bagua.errors import CommunicatorClosedError, PeerLostError
+from tests.harness import in_threads
 
 pytestmark = pytest.mark.shm
 
@@ -38,8 +38,7 @@ def on_threads(function: Callable[[Any, int], Any]) -> list[Any]:
         groups = [torch_private.plugins()["BAGUA"].creator_fn(request, None)]
         return function(groups, rank)
 
-    with ThreadPoolExecutor(SIZE) as pool:
-        results = list(pool.map(rank_of, range(SIZE)))
+    results = in_threads(SIZE, rank_of)
     del store
     return results
 
@@ -106,9 +105,7 @@ def test_groups_without_a_default_group_and_with_plain_futures() -> None:
             group.allreduce([torch.ones(1)]).wait()
         return [early.wait()[0].tolist(), work.result()[0].tolist(), at_once, group.rank(), group.size()]
 
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(talk, range(2)))
-    assert results == [[[2.0] * 2, [2.0] * 3, True, rank, 2] for rank in range(2)]
+    assert in_threads(2, talk) == [[[2.0] * 2, [2.0] * 3, True, rank, 2] for rank in range(2)]
     del store
 
 

@@ -122,6 +122,7 @@ def test_with_bagua_is_on_every_module_as_documented():
     assert parameters["do_flatten"].default is True
 
 
+#: By module below ``bagua.torch_api``: names of this project, and those that it has from the original Bagua.
 NAMES = {
     "": """allreduce broadcast reduce send recv sendrecv barrier allreduce_coalesced broadcast_coalesced
         broadcast_object allgather_object gather_object scatter_object
@@ -135,10 +136,16 @@ NAMES = {
         allreduce_parameters bagua_init BucketType DistributedAlgorithm BaguaModule""",
     "distributed_define": "BucketType TensorDeclaration",
     "data_parallel": """DistributedDataParallel DecentralizedDataParallel OPTIM_FN_TYPE LR_SCHEDULER_FN_TYPE""",
-    "algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry gradient_allreduce bytegrad",
+    "algorithms": """Algorithm AlgorithmImpl GlobalAlgorithmRegistry gradient_allreduce bytegrad decentralized q_adam
+        async_model_average base""",
+    "algorithms.async_model_average": "AsyncModelAverageAlgorithm AsyncModelAverageAlgorithmImpl",
+    "algorithms.base": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
     "algorithms.bytegrad": "ByteGradAlgorithm ByteGradAlgorithmImpl",
+    "algorithms.decentralized": """DecentralizedAlgorithm DecentralizedAlgorithmImpl LowPrecisionDecentralizedAlgorithm
+        LowPrecisionDecentralizedAlgorithmImpl""",
     "algorithms.gradient_allreduce": "GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl",
     "algorithms.power_sgd": "PowerSGDAlgorithm PowerSGDAlgorithmImpl",
+    "algorithms.q_adam": "QAdamAlgorithm QAdamAlgorithmImpl QAdamOptimizer",
     "algorithms.scatter_gather": "ScatterGatherAllReduceAlgorithm ScatterGatherAllReduceAlgorithmImpl",
     "algorithms.sign_sgd": "SignSGDAlgorithm SignSGDAlgorithmImpl",
     "algorithms.top_k": "TopKAlgorithm TopKAlgorithmImpl",
