@@ -23,6 +23,7 @@ from bagua.comm.startup.adoption import Group
 from bagua.comm.startup.default_group import *
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.torch_backend.creation import create_torch_group
+from bagua.comm.torch_backend.reconfiguration import ReconfigureOptions
 from bagua.comm.torch_backend.starter import TorchBackendOptions
 from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
 from bagua.comm.transports.registry import register_transport
@@ -58,7 +59,7 @@ from bagua.comm.store.bucket import ObjectBucket, bucket_of, open_bucket
 from bagua.comm.store.cells import Cells
 from bagua.comm.store.serving import close_store, connect_store, meet_at, open_store, serve_store, serve_store_at
 from bagua.comm.store.serving import thread_store
-from bagua.comm.torch_backend.creation import install_torch_backend
+from bagua.comm.torch_backend.creation import create_requested_group, install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
 from bagua.comm.torch_forms.factors import *
 from bagua.comm.torch_forms.lists import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors

@@ -134,6 +134,12 @@ class ProcessGroup:
         self._made.append(communicator)
         return communicator
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the default deadline of all later calls, in seconds; until now it was that of connecting."""
+        self.timeout_s = timeout_s
+        for communicator in self._made:
+            communicator.pipeline.timeout_s = timeout_s
+
     # Facts.
 
     @property

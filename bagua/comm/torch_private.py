@@ -64,9 +64,9 @@ def requested_backends() -> c10d.BackendConfig | None:
 
     Torch does not hand it to creators, so it comes from its frame; None if that has changed.
     """
-    # This function, the creator, and torch.
-    config: c10d.BackendConfig | None = sys._getframe(2).f_locals.get("backend_config")
-    return config
+    # This function, the creator, perhaps the one of ``bagua.plugin``, and torch.
+    frames = (sys._getframe(2), sys._getframe(3))
+    return next((frame.f_locals["backend_config"] for frame in frames if "backend_config" in frame.f_locals), None)
 
 
 # Backends.

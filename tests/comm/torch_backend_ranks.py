@@ -24,9 +24,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
+from bagua.comm import ReconfigureOptions
 from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store
-from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigurationError,
+    InvalidTensorError,
+    PeerLostError,
+)
 from bagua.testing.ranks import this_rank
 from tests.comm import torch_group_forms
 from tests.versions import TORCH, renamed
@@ -600,3 +607,74 @@ def mixed_strings() -> None:
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(2))
         dist.destroy_process_group()
+
+
+# Other members.
+
+
+def handles_of_all(store: dist.Store, handle: str, number: int, members: list[int]) -> list[str]:
+    store.set(f"handle{number}/{own_rank()}", handle)
+    return [store.get(f"handle{number}/{member}").decode() for member in members]
+
+
+def reconfigured(port: int) -> None:
+    """The default group loses its rank 1, which comes back as the first; groups and models are made anew."""
+    size = 3
+    with joined(port, size):
+        store, group = connect_store(port, TIMEOUT_S), dist.group.WORLD
+        earlier = dist.new_group([0, 1])
+        for number, order in enumerate(([2, 0], [1, 2, 0])):
+            if own_rank() not in order:
+                continue
+            handles = handles_of_all(store, group.get_reconfigure_handle(), number, order)
+            group.reconfigure(ReconfigureOptions(number, handles)).wait()
+            assert dist.group.WORLD is group
+            assert (dist.get_rank(), dist.get_world_size()) == (order.index(own_rank()), len(order))
+            if earlier is not dist.GroupMember.NON_GROUP_MEMBER:
+                raised(CommunicationError, earlier.allreduce, torch.ones(1))  # Torch would look its rank up.
+            assert_mean_of_gradients(len(order), {})
+            pair = dist.new_group([0, 1])
+            if dist.get_rank() < 2:
+                dist.all_reduce(total := torch.tensor(float(own_rank())), group=pair)
+                assert total == sum(order[:2])
+            dist.broadcast_object_list(told := [own_rank()], src=0)
+            assert told == [order[0]]
+
+
+def reconfigured_by_torch(port: int) -> None:
+    store = connect_store(port, TIMEOUT_S)
+    options = {"rank": own_rank(), "world_size": 2, "timeout": timedelta(seconds=TIMEOUT_S)}
+    dist.init_process_group("bagua", store=store, enable_reconfigure=True, **options)
+    assert dist._supports_reconfigure()
+    assert (dist.get_rank(), dist.get_world_size()) == (own_rank(), 2)
+    raised(CommunicationError, dist.all_reduce, torch.ones(1))
+    for number, order in enumerate(([0, 1], [1, 0])):
+        handles = handles_of_all(store, dist._get_reconfigure_handle(), number, order)
+        dist._reconfigure(number, handles, timeout=timedelta(seconds=TIMEOUT_S)).wait()
+        dist.all_reduce(total := torch.ones(1))
+        assert total == 2
+        assert dist.get_rank() == order.index(own_rank())
+    dist.destroy_process_group()
+
+
+def die_before_the_first_call(port: int, nodes: tuple[int, ...], call: str) -> float:
+    """The last rank dies when the group is there, before any pair of ranks has exchanged a byte."""
+    size = len(nodes)
+    with joined(port, size, nodes) as rank:
+        store = connect_store(port, TIMEOUT_S)
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{other}" for other in range(size)])
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.group.WORLD.set_timeout(timedelta(seconds=3))
+        tensor, lost, began = torch.ones(2), size - 1, time.monotonic()
+        calls = {
+            "allreduce": lambda: dist.all_reduce(tensor),
+            "send": lambda: (dist.send(tensor, lost), dist.recv(tensor, lost)),
+            "tagged": lambda: dist.recv(tensor, lost, tag=5),
+            "tagged send": lambda: dist.send(tensor, lost, tag=5),
+            "sparse": lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+        }
+        error = raised(RuntimeError, calls[call])
+        assert isinstance(error, CommunicationError) or call in ("tagged", "tagged send", "sparse"), error
+        return time.monotonic() - began

@@ -63,9 +63,7 @@ def group_of_seats(
             group = ProcessGroup(members, place, seats, range(len(seats)), backend, limit_s, name, recorder)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
-    group.timeout_s = timeout_s
-    for communicator in {id(one): one for one in (group.global_communicator, group.intra_node_communicator)}.values():
-        communicator.pipeline.timeout_s = timeout_s
+    group.set_timeout(timeout_s)
     return group
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from bagua.comm.group import solo_group
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
@@ -19,14 +21,16 @@ from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.group import TorchGroup, open_groups
-from bagua.comm.torch_backend.starter import CallStarter, CpuStandIn, TorchBackendOptions
+from bagua.comm.torch_backend.starter import CallStarter, Connected, CpuStandIn, TorchBackendOptions
 from bagua.comm.torch_backend.work import BackwardPass, CallFuture, TorchWork
 from bagua.comm.torch_private import (
     default_store,
     nccl_options,
+    plugins,
     requested_backends,
     require_known_calls,
     set_sequence_number,
+    store_of,
 )
 from bagua.errors import ConfigurationError
 from bagua.torch_private import do_not_compile
@@ -40,13 +44,15 @@ def install_torch_backend() -> None:
         >>> dist.is_backend_available("bagua")
         True
     """
-    if not dist.is_backend_available(TORCH_NAME):
-        kinds = (TorchGroup, CallStarter, CpuStandIn, TorchWork, CallFuture, BackwardPass)
-        do_not_compile(
-            *(method for kind in kinds for method in vars(kind).values() if isinstance(method, FunctionType))
-        )
+    if TORCH_NAME.upper() not in plugins():  # Torch itself would look for an entry point first.
         # A list: torch would take a string for a list of letters.
-        dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(TORCH_NAME, create_requested_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+@cache
+def _keep_from_compilers() -> None:
+    kinds = (TorchGroup, CallStarter, CpuStandIn, TorchWork, CallFuture, BackwardPass)
+    do_not_compile(*(method for kind in kinds for method in vars(kind).values() if isinstance(method, FunctionType)))
 
 
 def create_torch_group(
@@ -83,22 +89,29 @@ def create_torch_group(
         True
         >>> group.shutdown()
     """
-    everyone = list(ranks) or list(range(size))
-    timeout_s = as_seconds(timeout)
+    connect = partial(_connect, name=name, options=options)
+    return _made_of(connect(store, rank, list(ranks) or list(range(size)), as_seconds(timeout)), connect, options)
+
+
+def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, *, name: str, options: Any) -> Connected:
     # Also if an argument is refused: ranks then still count the same groups.
-    part = fresh(store, rank, everyone, timeout_s)
+    part = fresh(store, rank, ranks, timeout_s)
+    of_nccl = _split_options(options)[1]
+    configure_log()
+    planned = plan(part, rank, ranks, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
+    members = connect_first(part, rank, ranks, planned, timeout_s, Recorder(), f"torch/{name}")
+    of_gloo = dist.PrefixStore("gloo", part)
+    stand_in = CpuStandIn(of_gloo, rank, len(ranks), timedelta(seconds=timeout_s), len(set(planned.nodes)))
+    backends = {"cuda": _nccl(part, rank, len(ranks), timeout_s, ranks, name, of_nccl)} if _serves_cuda() else {}
+    return Connected(part, members, stand_in, backends)
+
+
+def _made_of(connected: Connected, connect: Callable[..., Connected], options: Any) -> TorchGroup:
     install_torch_backend()
     require_known_calls(TorchGroup)
-    own, of_nccl = _split_options(options)
-    configure_log()
-    planned = plan(part, rank, everyone, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
-    members = connect_first(part, rank, everyone, planned, timeout_s, Recorder(), f"torch/{name}")
-    stand_in = CpuStandIn(
-        dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s), len(set(planned.nodes))
-    )
-    backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
-    starter = CallStarter(members, stand_in, backends, own)
-    group = TorchGroup(part, starter)
+    _keep_from_compilers()
+    starter = CallStarter(connected.members, connected.stand_in, connected.backends, _split_options(options)[0])
+    group = TorchGroup(connected.store, starter, connect)
     group.register()
     open_groups.add(group)
     family.add(group)
@@ -106,7 +119,7 @@ def create_torch_group(
     return group
 
 
-def _create(request: Any, options: Any) -> TorchGroup:
+def create_requested_group(request: Any, options: Any) -> TorchGroup:
     """The group that torch asks for. Collective among its members.
 
     Args:
@@ -115,15 +128,25 @@ def _create(request: Any, options: Any) -> TorchGroup:
     """
     _check_nothing_is_dropped(requested_backends())
     ranks = list(request.global_ranks_in_group)  # Torch gives none for the group of all.
-    return create_torch_group(
-        _store_of_ranks(request.store, ranks),
-        request.group_rank,
-        request.group_size,
-        request.timeout,
-        ranks=ranks,
-        name=request.group_id,
-        options=options,
-    )
+    rank, size = request.group_rank, request.group_size
+    if getattr(request, "enable_reconfigure", False):
+        return _unconnected(rank, size, request.timeout, request.group_id, options)
+    store = _store_of_ranks(request.store, ranks)
+    group = create_torch_group(store, rank, size, request.timeout, ranks=ranks, name=request.group_id, options=options)
+    parent = dist.group.WORLD if ranks else None
+    if isinstance(parent, TorchGroup):
+        parent.offspring.add(group)
+    return group
+
+
+def _unconnected(rank: int, size: int, timeout: timedelta, name: str, options: Any) -> TorchGroup:
+    """What refuses all calls until it is reconfigured for the first time."""
+    members, store = solo_group(), dist.HashStore()
+    members.abort("reconfigure() has not been called yet")
+    connected = Connected(store, members, CpuStandIn(store, 0, 1, timeout, 1), {})
+    group = _made_of(connected, partial(_connect, name=name, options=options), options)
+    group.place = (rank, size)
+    return group
 
 
 def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
@@ -137,11 +160,12 @@ def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
         store: store of torch, with prefixes for the device and for the group; returned if it is not made like that.
         ranks: global ranks of the group; none for the default group, whose name is the same everywhere.
     """
-    of_group = getattr(store, "underlying_store", None)
-    if not ranks or not dist.is_initialized() or getattr(of_group, "underlying_store", None) is not default_store():
+    world, of_group = dist.group.WORLD, getattr(store, "underlying_store", None)
+    if not ranks or world is None or getattr(of_group, "underlying_store", None) is not default_store():
         return store
     name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    return dist.PrefixStore(f"bagua/ranks/{name}", default_store())
+    # That of a default group of ours is another one since it was reconfigured.
+    return dist.PrefixStore(f"bagua/ranks/{name}", store_of(world))
 
 
 def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:

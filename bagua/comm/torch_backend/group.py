@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,10 +22,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.forks import leak
-from bagua.comm.operands import check_rank
+from bagua.comm.operands import as_seconds, check_rank
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_backend.forms import takes
-from bagua.comm.torch_backend.starter import CallStarter
+from bagua.comm.torch_backend.reconfiguration import MeetingPoint, meet
+from bagua.comm.torch_backend.starter import CallStarter, Connected
+from bagua.comm.torch_backend.work import TorchWork
 from bagua.comm.torch_forms.lists import (
     allgather_tensors,
     alltoall_rows,
@@ -101,14 +104,23 @@ class TorchGroup(dist.ProcessGroup):
     Args:
         store: key-value store of the ranks of this group alone.
         starter: makes its calls, and ends with it.
+        connect: connects the members of what this group becomes; None if it stays as it is.
     """
 
-    def __init__(self, store: dist.Store, starter: CallStarter) -> None:
+    def __init__(
+        self, store: dist.Store, starter: CallStarter, connect: Callable[..., Connected] | None = None
+    ) -> None:
         super().__init__(starter.members.rank, starter.members.size)  # type: ignore[call-arg]  # not in the stub
         #: For all who meet the ranks of this group.
         self.store_of_members = store
         self.members = starter.members
         self._starter = starter
+        self._connect = connect
+        #: Rank and size; those of ``members``, once these are connected.
+        self.place = (starter.members.rank, starter.members.size)
+        #: Groups that torch made of this one.
+        self.offspring: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+        self._point = MeetingPoint()
 
     def register(self) -> None:
         """Give torch the backends that it asks for by device."""
@@ -134,17 +146,26 @@ class TorchGroup(dist.ProcessGroup):
         """Set the default deadline of all later calls."""
         self._starter.set_timeout(timeout)
 
-    def reconfigure(self, *_: object) -> None:
-        """Refuse what torch 2.15 asks of groups of C++: it would meet the stand-in, and change nothing of ours."""
+    def new_window(self, *_: object) -> None:
+        """Refuse what torch 2.15 asks of groups of C++: it would meet the stand-in."""
         raise ConfigurationError(
-            "groups of backend bagua have no hooks around calls, no windows, and keep their ranks",
+            "groups of backend bagua have no hooks around calls and no windows",
             argument="group",
             expected="a group of backend gloo or nccl for these",
             seen="a group of backend bagua",
         )
 
-    get_reconfigure_handle = new_window = reconfigure
-    register_pre_hook = register_post_hook = register_abort_hook = reconfigure
+    register_pre_hook = register_post_hook = register_abort_hook = new_window
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        """Number of this process in the group."""
+        return self.place[0]
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name
+        """Number of ranks."""
+        return self.place[1]
+
+    rank, size = getRank, getSize
 
     def split_group(self, *_: object, **__: object) -> dist.ProcessGroup:
         """Refuse: torch would give the parts to Gloo or NCCL."""
@@ -158,6 +179,52 @@ class TorchGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"<TorchGroup rank {self.rank()} of {self.size()}: {self.members!r}>"
 
+    # Other members.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether ``reconfigure`` gives this group other members."""
+        return self._connect is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """What the other members need for ``reconfigure``; to be sent to them in any way. The same in every call."""
+        return self._point.handle()
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Go on with other members behind this object. Collective among them; returns when all are connected.
+
+        Calls under way end with an error, and so do later ones of groups that were made of this one. The store of this
+        group so far is not asked. If this fails, calls raise ``CommunicatorClosedError`` until it succeeds.
+
+        Args:
+            opts: ``torch.distributed``'s ``ReconfigureOptions``, or those of ``bagua.comm``.
+
+        Raises:
+            ConfigurationError: handles of other groups or of another job.
+            PeerLostError: the first of the members is gone.
+            CollectiveTimeoutError: some of the others did not come in time; ``peers`` has their places.
+        """
+        assert self._connect is not None
+        rank, handles = self._point.order(opts.handles)
+        timeout_s = self._starter.timeout_s if opts.timeout is None else as_seconds(opts.timeout)
+        until = time.monotonic() + timeout_s
+        for group in (*self.offspring, self):
+            group.dismiss("the group was reconfigured")
+        self.offspring.clear()
+        store = dist.PrefixStore(f"bagua/reconfigured/{opts.uuid}", meet(handles[0], rank, timeout_s))
+        left_s = max(until - time.monotonic(), 0.001)
+        connected = self._connect(store, rank, list(range(len(handles))), left_s)
+        self._starter.renew(connected)
+        self.store_of_members, self.members = connected.store, connected.members
+        self.place = (rank, len(handles))
+        open_groups.add(self)
+        return TorchWork(None, [], self._starter.callbacks)
+
+    def dismiss(self, reason: str) -> None:
+        """End all calls, here and on the other members, and refuse later ones."""
+        self._starter.abort(reason)
+        self._starter.close()
+
     # The end.
 
     def abort(self) -> None:
@@ -168,6 +235,7 @@ class TorchGroup(dist.ProcessGroup):
         """Leave the group and give back what it holds. Idempotent."""
         open_groups.discard(self)
         self._starter.shutdown()
+        self._point.close()
 
     def elsewhere(self, tensors: Any) -> Any:
         """Who takes calls with the first of ``tensors``, which may be a single one, instead of us, if anybody."""

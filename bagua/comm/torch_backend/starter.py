@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,31 @@ class CpuStandIn(dist.ProcessGroupGloo):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, hosts: int) -> None:
         super().__init__(store, rank, size, gloo_options(timeout, hosts, lazy=True))
         self.timeout_s = timeout.total_seconds()
+        #: Makes the calls instead of this one, which stays registered, since the group was reconfigured.
+        self.heir: CpuStandIn | None = None
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Where torch leaves a new timeout for the group."""
         self.timeout_s = as_seconds(timeout)
         super()._set_default_timeout(timeout)
+        if self.heir is not None:
+            set_default_timeout(self.heir, timeout)
+
+
+class Connected(NamedTuple):
+    """What the calls of a group are made on.
+
+    Attributes:
+        store: where its members meet.
+        members: our group of the same ranks.
+        stand_in: makes the calls on CPU tensors that ``members`` cannot.
+        backends: who serves the tensors of other devices, by device type.
+    """
+
+    store: dist.Store
+    members: ProcessGroup
+    stand_in: CpuStandIn
+    backends: dict[str, Any]
 
 
 class Options(Protocol):
@@ -95,15 +115,19 @@ class CallStarter:
         backends: Mapping[str, Any],
         options: TorchBackendOptions = TorchBackendOptions(),
     ) -> None:
+        self.torch_backends = {"cpu": stand_in, **backends}
+        self._options = options
+        self._backward = BackwardWatch() if options.raise_in_backward else None
+        self._begin(members, stand_in, backends)
+
+    def _begin(self, members: ProcessGroup, stand_in: CpuStandIn, backends: Mapping[str, Any]) -> None:
         self.members = members
         self.messages = members.global_communicator
         self.messages.share()  # Threads may share a group of torch.
-        self.torch_backends = {"cpu": stand_in, **backends}
         self._stand_in = stand_in
         self._backends = dict(backends)
-        self._backward = BackwardWatch() if options.raise_in_backward else None
-        self._callbacks: CallbackThread | PlainFutures = (
-            CallbackThread(f"bagua-{members.label}-callbacks") if options.ordered_callbacks else PlainFutures()
+        self.callbacks: CallbackThread | PlainFutures = (
+            CallbackThread(f"bagua-{members.label}-callbacks") if self._options.ordered_callbacks else PlainFutures()
         )
         #: Connected by the first collective call in a callback.
         self._nested: Communicator | None = None
@@ -112,6 +136,19 @@ class CallStarter:
         self._coalesced: dict[int, list[Work]] = {}
         #: Works of single numbers. With one DDP counts who has not joined; C++ waits for it and keeps no Python alive.
         self._counts: deque[TorchWork] = deque(maxlen=16)
+
+    def renew(self, connected: Connected) -> None:
+        """Make later calls with other members, after ``close``."""
+        timeout_s = self.timeout_s
+        self.torch_backends["cpu"].heir = connected.stand_in
+        self._begin(connected.members, connected.stand_in, connected.backends)
+        self.members.set_timeout(timeout_s)
+        self.set_timeout(timedelta(seconds=timeout_s))
+
+    @property
+    def timeout_s(self) -> float:
+        """Default deadline of the calls, in seconds."""
+        return self._stand_in.timeout_s
 
     @property
     def collectives(self) -> Communicator:
@@ -125,7 +162,7 @@ class CallStarter:
         with self._nesting:
             if self._nested is None:
                 everyone = range(self.members.size)
-                self._nested = self.members.connect(everyone, "callbacks", timeout_s=self._stand_in.timeout_s)
+                self._nested = self.members.connect(everyone, "callbacks", timeout_s=self.timeout_s)
                 self._nested.share()
             return self._nested
 
@@ -165,11 +202,11 @@ class CallStarter:
         if not works:
             if finish is not None:
                 finish()
-            return TorchWork(None, outputs, self._callbacks)
+            return TorchWork(None, outputs, self.callbacks)
         work = works[0] if finish is None and len(works) == 1 else joined(works, finish)
         if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
             collected.append(work)
-        made = TorchWork(work, outputs, self._callbacks, is_message=is_message)
+        made = TorchWork(work, outputs, self.callbacks, is_message=is_message)
         if len(outputs) == 1 and outputs[0].numel() == 1:
             self._counts.append(made)
         return made
@@ -192,11 +229,11 @@ class CallStarter:
             return end_coalescing(self._backends[device.type])
         works = self._coalesced.pop(threading.get_ident(), None)
         # Messages may be among them.
-        return TorchWork(joined(works, None) if works else None, [], self._callbacks, is_message=True)
+        return TorchWork(joined(works, None) if works else None, [], self.callbacks, is_message=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default deadline of all later calls."""
-        for backend in self.torch_backends.values():
+        for backend in {*self.torch_backends.values(), *self._backends.values()}:
             set_default_timeout(backend, timeout)
 
     def abort(self, reason: str) -> None:
@@ -213,7 +250,7 @@ class CallStarter:
     def close(self) -> None:
         """Tell the peers, as Gloo does, and give back what is ours. Idempotent."""
         self.members.close()
-        self._callbacks.stop()
+        self.callbacks.stop()
 
     def shutdown(self) -> None:
         """Close, and shut down the backends of torch."""
