@@ -39,32 +39,6 @@ def test_it_takes_every_argument_of_torch_in_the_same_order():
     assert ours[: len(theirs)] == theirs
 
 
-REFUSED = {
-    "device_ids": [0],
-    "output_device": 0,
-    "dim": 1,
-    "check_reduction": True,
-    "delay_all_reduce_named_params": [("weight", nn.Parameter(torch.zeros(1)))],
-    "param_to_hook_all_reduce": nn.Parameter(torch.zeros(1)),
-    "mixed_precision": object(),
-    "skip_all_reduce_unused_params": True,
-    "bucket_cap_mb_list": [1, 25],
-    "batched_grad_copy": True,
-    "lazy_bucket_allocation": True,
-    "process_group": object(),
-    "device_mesh": object(),
-    "bucket_cap_mb": -1,
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-@on_ranks(1)
-def test_what_cannot_be_honoured_is_refused_by_name(argument):
-    with pytest.raises(ConfigurationError) as caught:
-        DistributedDataParallel(mlp(), **{argument: REFUSED[argument]})
-    assert caught.value.argument == argument
-
-
 @on_ranks(1)
 def test_what_contradicts_itself_or_is_not_offered_is_refused():
     with pytest.raises(ConfigurationError, match="requires"):

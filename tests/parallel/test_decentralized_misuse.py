@@ -24,20 +24,12 @@ from tests.topologies import Made
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"topology": "small-world"}, "no topology of this name"),
-        ({"topology": 7}, "argument topology"),
         ({"topology": Made(lambda size, number, nodes: [[1.0, 0.0], [1.0, 0.0]])}, "do not sum to 1"),
         ({"topology": Made(lambda size, number, nodes: [topology.Edge((0,), 1.0)])}, "exactly one edge"),
-        ({"_local_world_size": 3}, "_local_world_size"),
-        ({"bucket_size_in_mb": 0}, "bucket_size_in_mb"),
-        ({"grad_clip_norm": -1.0}, "grad_clip_norm"),
-        ({"scaler": "dynamic"}, "scaler"),
-        ({"optim_fn": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "optim_fn"),
-        ({"lr_scheduler_fn": "cosine"}, "lr_scheduler_fn"),
     ],
 )
 @on_ranks(2)
-def test_at_construction(options, message):
+def test_topologies_that_do_not_fit(options, message):
     with pytest.raises(ConfigurationError, match=message):
         wrap(**options)
 

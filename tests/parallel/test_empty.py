@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,9 @@ def declared(name: str) -> Algorithm:
     kind = registry.get(name)
     if kind is DiLoCoAlgorithm:
         return DiLoCoAlgorithm(2, fragments=2, average_buffers=True)
-    return kind(2, average_buffers=True) if issubclass(kind, LocalUpdates) else kind()
+    if issubclass(kind, LocalUpdates):
+        return kind(2, average_buffers=True)
+    return kind(**{field.name: 2 for field in dataclasses.fields(kind) if field.name == "warmup_steps"})
 
 
 class Run(Loop):
@@ -133,9 +136,11 @@ def joined(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def no_data_on_one_rank(name: str) -> State:
+    """At first; and then less than others have."""
     run = Run(name)
-    with joined(run):
-        run.train(4 * run.rank)
+    for batches in ((0, 4), (2, 6)):
+        with joined(run):
+            run.train(batches[run.rank])
     return run.end()
 
 

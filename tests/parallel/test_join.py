@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
+from bagua.algorithms import Algorithm
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, with_bagua
 from tests.algorithms.replicas import Anchored
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import adam, loss_of, mlp, sgd, train_steps
+from tests.harness import adam, loss_of, mlp, reference, sgd, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
 ONE_BUCKET_BYTES = 10**9
@@ -38,21 +37,14 @@ def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def losses_of(batches):
-    """Ranks that have no data left have gradients of zero."""
-    return lambda model, rank, step: loss_of(model, rank, step) * (step < batches[rank])
+def losses_of(batches, by_initial_size=True):
+    """Ranks that have no data left have gradients of zero; the mean is that of all ranks, or of those who have data."""
 
+    def loss(model, rank, step):
+        here = len(batches) if by_initial_size else sum(step < one for one in batches)
+        return loss_of(model, rank, step) * (step < batches[rank]) * len(batches) / here
 
-def expected(by_initial_size):
-    """In plain torch: gradients of the ranks that have data, divided by the number of all, or of these."""
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    for step in range(max(BATCHES)):
-        here = [rank for rank in range(RANKS) if step < BATCHES[rank]]
-        optimizer.zero_grad()
-        sum(loss_of(model, rank, step) for rank in here).div(RANKS if by_initial_size else len(here)).backward()
-        optimizer.step()
-    return weights_of(model)
+    return loss
 
 
 @pytest.mark.parametrize("by_initial_size", [True, False])
@@ -67,35 +59,10 @@ def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks,
         return in_the_end, weights_of(loop.model)
 
     rows = thread_ranks(RANKS, rank_trains)
+    expected = reference(mlp(), sgd, RANKS, range(max(BATCHES)), losses_of(BATCHES, by_initial_size))
     for in_the_end, _ in rows:
-        for mine, wanted in zip(in_the_end, expected(by_initial_size), strict=True):
-            torch.testing.assert_close(mine, wanted)
+        torch.testing.assert_close(in_the_end, list(expected.values()))
     assert_equal([later for _, later in rows])
-
-
-@pytest.mark.parametrize("name", list(registry))
-def test_no_algorithm_hangs(thread_ranks, name):
-    kind = registry.get(name)
-    short = [field.name for field in dataclasses.fields(kind) if field.name in ("sync_every", "warmup_steps")]
-    algorithm = kind(**dict.fromkeys(short, 2))
-
-    def rank_trains():
-        loop = trained_by(algorithm)
-        if isinstance(algorithm, AsyncModelAverageAlgorithm):
-            with pytest.raises(ConfigurationError, match="do not wait for each other's steps"), loop.model.join():
-                pass
-            loop.model.bagua_algorithm.abort(loop.model)
-            return None
-        for _ in range(2):
-            with loop.model.join():
-                loop.train((2, 6)[loop.rank])
-        if isinstance(algorithm, LocalUpdates) or loop.model.bagua_algorithm.declaration.ranks_differ:
-            return None
-        return weights_of(loop.model)
-
-    rows = thread_ranks(2, rank_trains)
-    if rows[0] is not None:
-        assert_equal(rows)
 
 
 def trained_by(algorithm, losses=loss_of):
@@ -255,6 +222,7 @@ def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
     [
         ("diloco", {"divide_by_initial_world_size": False}, "only gradients of the same step"),
         ("gradient_allreduce", {"enable": 1}, "argument enable"),
+        ("async", {}, "do not wait for each other's steps"),
     ],
 )
 @on_ranks(2)

@@ -63,7 +63,7 @@ def _other_buffer() -> nn.Module:
 
 
 DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str]] = {
-    "shape": (_other_shape, {}, r"0\.weight"),
+    "shape": (_other_shape, {}, r"^ranks have different models.*0\.weight: shape \[.*0\.weight: shape \["),
     "name": (_other_names, {}, r"4\.(0\.)?weight"),
     "dtype": (_other_dtype, {}, r"2\.weight"),
     "requires_grad": (frozen, {}, r"0\.weight"),

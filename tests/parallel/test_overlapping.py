@@ -109,21 +109,6 @@ def test_a_reducer_can_be_given_its_buckets():
     assert [len(bucket.parameters) for bucket in _reducer(model, buckets=wanted).buckets] == [2, 3, 1]
 
 
-REFUSED = [
-    *((_reducer, {"buckets": wrong}) for wrong in ([["0.weight"]], [["0.weight", "no such"]], [["0.weight"]] * 6)),
-    *((_reducer, {"align_bytes": wrong}) for wrong in (0, 4, 12, -8, 8.0)),
-    *((OverlappingWrapper, {"bucket_bytes": wrong}) for wrong in (0, -1, 1.5, True)),
-    (OverlappingWrapper, {"parameter_manager": object()}),
-]
-
-
-@pytest.mark.parametrize(("make", "option"), REFUSED, ids=lambda value: str(value).partition(" at ")[0])
-@on_ranks(2)
-def test_impossible_options_are_refused(make, option):
-    with pytest.raises(ConfigurationError, match=next(iter(option))):
-        make(mlp(), [], **option)
-
-
 def test_the_wrapper_trains_and_unwraps(thread_ranks):
     def train() -> State:
         loop = Loop(OverlappingWrapper, align_bytes=64, bucket_bytes=1000)
@@ -163,14 +148,6 @@ FLAGS = [
 @on_ranks(1)
 def test_flags_choose_an_algorithm(flags, algorithm):
     assert OverlappingWrapper(mlp(), [], **flags).reducer.formation.declaration == algorithm
-
-
-@on_ranks(1)
-def test_unknown_keywords_are_a_type_error_that_names_the_known_ones():
-    with pytest.raises(TypeError, match="bucket_bytes"):
-        OverlappingWrapper(mlp(), [], bucket_size=3)
-    with pytest.raises(TypeError, match="bucket_bytes"):
-        Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, priority=1)
 
 
 @pytest.mark.parametrize("chunking", [False, True])

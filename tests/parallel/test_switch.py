@@ -10,7 +10,14 @@ import bagua.torch_api
 from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.errors import CommunicationError, ConfigurationError, UnsupportedAlgorithmException
 from bagua.torch_api import DistributedAlgorithm, bagua_init
-from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
+from bagua.torch_api.distributed import (
+    BucketType,
+    ModelSwitchWrapper,
+    OverlappingWrapper,
+    Reducer,
+    allreduce_parameters,
+    broadcast_parameters,
+)
 from tests.algorithms.toys import LocalSgd
 from tests.harness import (
     State,
@@ -211,13 +218,17 @@ def test_an_algorithm_without_a_hierarchical_form_cannot_be_made_hierarchical():
         bagua_init(mlp(), [], LocalSgd(), hierarchical_reduce=True)
 
 
+def reducing(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], **options: object) -> Reducer:
+    return Reducer(module, optimizers, BucketType.Gradient, False, 8, False, True, **options)
+
+
 KEYWORDS = {"bucket_size": "bucket_bytes", "hierarchical": "hierarchical_reduce", "compressor": "compressor"}
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", [*WRAPS.values(), OverlappingWrapper, reducing], ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize("keyword", KEYWORDS)
 @on_ranks(1)
 def test_every_way_in_names_the_known_keywords(wrap, keyword):
-    with pytest.raises(TypeError, match=f"{keyword}.*find_unused_parameters") as caught:
-        WRAPS[wrap](mlp(), [], **{keyword: 5})
-    assert KEYWORDS[keyword] in str(caught.value) or wrap != "bagua_init"
+    with pytest.raises(TypeError, match=f"{keyword}.*(find_unused_parameters|bucket_bytes)") as caught:
+        wrap(mlp(), [], **{keyword: 5})
+    assert KEYWORDS[keyword] in str(caught.value) or wrap is not WRAPS["bagua_init"]

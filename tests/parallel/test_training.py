@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tests.harness import (
     Losses,
     OptimizerMaker,
     State,
+    adam,
     assert_same_on_all_ranks,
     batch,
     loss_of,
@@ -26,7 +27,7 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import WRAPS, Loop
+from tests.parallel.wrapping import WRAPS, Loop, of_this_rank
 
 STEPS = 4
 
@@ -40,6 +41,7 @@ class Case(NamedTuple):
         optimizer: makes the optimizer.
         options: of ``bagua_init``, which is then the only way in.
         tolerance: largest relative difference from one process.
+        hosts: numbers of their ranks.
     """
 
     make: Callable[[], nn.Module] = mlp
@@ -47,6 +49,7 @@ class Case(NamedTuple):
     optimizer: OptimizerMaker = sgd
     options: Mapping[str, Any] = MappingProxyType({})
     tolerance: float = 1e-4
+    hosts: Sequence[int] = (2,)
 
 
 class Made(nn.Module):
@@ -340,7 +343,25 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, centered=True),
     "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
-CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **{name: Case(optimizer=make) for name, make in OPTIMIZERS.items()}}
+# Ranks that begin with weights of their own, of which rank 0's must win.
+
+RANKS = {
+    **{f"{size} ranks": Case(of_this_rank, hosts=[size]) for size in (1, 2, 3)},
+    **{
+        f"{make.__name__}, delayed {delay}, fusion {fusion}": Case(
+            of_this_rank, optimizer=make, options={"delay_reduce": delay, "fusion": fusion}, hosts=[3]
+        )
+        for make in (sgd, adam)
+        for delay in (False, True)
+        for fusion in (False, True)
+    },
+    **{  # Exact on uneven hosts, too.
+        f"hosts of {hosts}": Case(of_this_rank, options={"hierarchical_reduce": True}, hosts=hosts)
+        for hosts in ([2, 1], [1, 3, 2], [2, 2], [3], [1, 1])
+    },
+}
+OPTIMIZED = {name: Case(optimizer=make) for name, make in OPTIMIZERS.items()}
+CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **OPTIMIZED, **RANKS}
 
 
 def train(wrap: str, case: Case) -> State:
@@ -365,9 +386,10 @@ def layouts_of(model: nn.Module) -> list[bool]:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_ranks_train_as_one_process_that_has_all_data(thread_ranks, wrap, case):
     one = CASES[case]
-    results = thread_ranks(2, train, wrap, one)
+    results = thread_ranks(sum(one.hosts), train, wrap, one, hosts=list(one.hosts))
     assert_same_on_all_ranks(results)
-    expected = reference(one.make(), one.optimizer, 2, range(STEPS), one.losses)
+    model = mlp() if one.make is of_this_rank else one.make()
+    expected = reference(model, one.optimizer, sum(one.hosts), range(STEPS), one.losses)
     torch.testing.assert_close(results[0], expected, rtol=one.tolerance, atol=one.tolerance / 100)
 
 
