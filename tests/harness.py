@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,6 +123,26 @@ def reference(
         mean_gradients(model, size, losses_of_step)
         optimizer.step()
     return snapshot(model)
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """All of this process."""
+    gc.collect()
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process; memory that several share counts once."""
+    spans = set()
+    for one in live_tensors():
+        with contextlib.suppress(RuntimeError):  # Sparse; or undefined, which old versions of torch leave behind.
+            start = one.untyped_storage().data_ptr()
+            spans.add((start, start + one.untyped_storage().nbytes()))
+    total = reached = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def snapshot(model: nn.Module) -> State:

@@ -24,7 +24,7 @@ Layout = list[tuple[int, list[tuple[str, int]]]]
 #: What the gradients of everyone become: (index of the bucket, flat gradient of each rank) -> gradient for all.
 Combine = Callable[[int, Flats], torch.Tensor]
 SIZE = 4
-STEPS = 50
+STEPS = 30
 
 
 def model_of(rank: int = 0) -> torch.nn.Module:
@@ -187,10 +187,6 @@ def largest_of_blocks(flat: torch.Tensor, block: int, kept: int, bits: int | Non
     return torch.cat(result)
 
 
-def one_bit(x: torch.Tensor, block: int) -> torch.Tensor:
-    return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in x.split(block)])
-
-
 def assert_only(state: State, right: State, mutants: Mapping[str, State]) -> None:
     """It is what is right, and none of what must not pass for it."""
     assert_close(state, right)
@@ -207,7 +203,7 @@ def differs(state: State, other: State) -> bool:
 
 
 def one_bit_of_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """``one_bit`` of each row by itself, whose last block may be shorter."""
+    """Signs with the mean magnitude of their block, of each row by itself; the last block may be shorter."""
     short = -rows.shape[1] % block
     blocks = torch.nn.functional.pad(rows, (0, short)).view(len(rows), -1, block)
     counts = torch.nn.functional.pad(torch.ones_like(rows), (0, short)).view(blocks.shape).sum(dim=2, keepdim=True)
@@ -245,6 +241,28 @@ class CodedSlices:
             lost[rank, mine] += (total - result)[mine]
         mask = only_parameters(torch.ones(numel, dtype=given.dtype), self.places)
         return result, lost * mask
+
+
+class MeanOfSlices:
+    """The mean of what everyone has, in coded slices, with a residual for what either coding loses."""
+
+    def __init__(
+        self,
+        code: Callable[[torch.Tensor], torch.Tensor],
+        places: Sequence[tuple[str, int]],
+        *,
+        feedback: bool = True,
+        exact: bool = False,
+    ) -> None:
+        self.exchange = CodedSlices(code, places)
+        self.feedback, self.exact, self.residuals = feedback, exact, torch.zeros(SIZE, 1, dtype=torch.float64)
+
+    def __call__(self, flats: Flats) -> torch.Tensor:
+        if self.exact:
+            return torch.stack(flats).mean(dim=0)
+        result, lost = self.exchange(torch.stack(flats) / SIZE + self.residuals)
+        self.residuals = lost if self.feedback else self.residuals
+        return only_parameters(result, self.exchange.places)
 
 
 # Rules of sums that lose something, for the shares of everyone.

@@ -11,8 +11,19 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPrecisionDecentralizedAlgorithm, Weights
-from bagua.compression import Identity, Metadata, MinMaxUInt8
+from bagua.algorithms import (
+    Algorithm,
+    DecentralizedAlgorithm,
+    DifferenceMix,
+    Every,
+    Exchange,
+    Flight,
+    LowPrecisionDecentralizedAlgorithm,
+    Mix,
+    Replace,
+    Weights,
+)
+from bagua.compression import Identity, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.topology import Hierarchical, Ring
@@ -71,13 +82,6 @@ def paired(size: int, pairs: list[tuple[int, int]]) -> Matrix:
     return matrix
 
 
-def shifted(size: int) -> list[Matrix]:
-    """The published pairs: rank r < h meets h + (k + r) mod h. An odd rank out meets nobody."""
-    half = (size + 1) // 2
-    rounds = [[(r, half + (k + r) % half) for r in range(half)] for k in range(half)]
-    return [paired(size, [pair for pair in pairs if pair[1] < size]) for pairs in rounds]
-
-
 def thirds(size: int) -> Matrix:
     """A ring where each takes a third of both sides; two ranks take half of each other."""
     if size < 3:
@@ -86,15 +90,16 @@ def thirds(size: int) -> Matrix:
     return (ones + ones.roll(1, dims=0) + ones.roll(-1, dims=0)) / 3
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-    ("mode", "matrices"),
-    [("all", lambda size: [mean(size)]), ("shift_one", shifted), ("ring", lambda size: [thirds(size)])],
-    ids=["all", "shift_one", "ring"],
-)
-def test_weights_mix_as_published_while_gradients_stay_local(thread_ranks, size, mode, matrices):
-    results = thread_ranks(size, train, DecentralizedAlgorithm(peer_selection_mode=mode))
-    simulated(matrices(size)).assert_equals(results)
+def test_each_algorithm_is_one_exchange_of_weights_with_neighbours():
+    """test_pairs.py trains with such exchanges of any topology and codec, and says what has to come of it."""
+    (mixed,) = DecentralizedAlgorithm(False, "ring", 3).exchanges()
+    assert mixed == Exchange(Weights(), Every(3, 1), Mix("ring", False), Replace(), at="backward begins")
+    (differences,) = LowPrecisionDecentralizedAlgorithm(True, 2, topology="torus", codec=Identity()).exchanges()
+    assert differences == Exchange(Weights(), Every(2, 1), DifferenceMix("torus", Identity(), True), Replace())
+    assert DecentralizedAlgorithm() == DecentralizedAlgorithm(True, "all", 1)
+    assert LowPrecisionDecentralizedAlgorithm() == LowPrecisionDecentralizedAlgorithm(
+        True, 1, topology="ring", codec=MinMaxUInt8()
+    )
 
 
 def test_the_optimizer_is_the_users(thread_ranks):
@@ -144,37 +149,6 @@ def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
 
 
 # In low precision.
-
-
-def simulated_differences(size: int, weights: Matrix, codec) -> Replicas:
-    """Each rank's replica of itself is known to its neighbours; all start from the first update."""
-    simulation = simulation_of(size)
-    replicas: Matrix | None = None
-    layout = [parameter.numel() for parameter in simulation.models[0].parameters()]
-    for step in range(STEPS):
-        simulation.backward(step)
-        simulation.update()
-        if replicas is None:
-            replicas = simulation.rows
-            continue
-        wanted = simulation.rows - replicas + weights @ replicas - replicas
-        replicas = replicas + torch.stack([_through(codec, row, layout) for row in wanted])
-        simulation.rows = replicas
-    return simulation
-
-
-def _through(codec, row: Matrix, layout: list[int]) -> Matrix:
-    """Each parameter has a bucket of its own here."""
-    return torch.cat([codec.decompress(codec.compress(part), Metadata.of(part)) for part in row.split(layout)])
-
-
-@pytest.mark.parametrize("codec", [Identity(), MinMaxUInt8(block_numel=8)], ids=repr)
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_differences_on_a_ring_as_published(thread_ranks, size, codec):
-    buckets = [["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]]
-    algorithm = LowPrecisionDecentralizedAlgorithm(codec=codec)
-    results = thread_ranks(size, functools.partial(train, buckets=buckets), algorithm)
-    simulated_differences(size, thirds(size), codec).assert_equals(results)
 
 
 @pytest.mark.parametrize(

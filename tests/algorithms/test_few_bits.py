@@ -16,15 +16,15 @@ from bagua.algorithms import (
     Every,
     Exchange,
     Gradients,
-    LowPrecisionDecentralizedAlgorithm,
     Mean,
     OneBitAdamAlgorithm,
     PowerSGDAlgorithm,
+    QAdamAlgorithm,
     Replace,
     SparseLoCoAlgorithm,
     TopKAlgorithm,
 )
-from bagua.compression import BlockTopK, Int2, Int4, Sign, TopK
+from bagua.compression import Int2, Int4, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import AllGatherReducer, MomentumCorrection
@@ -35,6 +35,7 @@ from tests.algorithms.stacked import (
     Combine,
     Flats,
     Layout,
+    MeanOfSlices,
     PowerSgd,
     assert_only,
     differs,
@@ -43,9 +44,9 @@ from tests.algorithms.stacked import (
     largest_of_blocks,
     loss_of,
     mean,
+    min_max,
     model_of,
-    one_bit,
-    only_parameters,
+    one_bit_of_rows,
     simulate,
     simulate_local,
     snapshot,
@@ -105,24 +106,26 @@ def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
     assert_only(state, run(right), {name: run(mutant) for name, mutant in mutants.items()})
 
 
-def test_momenta_in_place_of_gradients_go_on_without_other_ranks(thread_ranks):
+INSIDE = Mean(MomentumCorrection(AllGatherReducer(TopK(0.1)), 0.8), over="inside")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "hosts", "warmup"),
+    [
+        (TopKAlgorithm(ratio=0.1, momentum=0.8, warmup_steps=2, density_steps=0), [1], 2),
+        (Algorithm.of(Exchange(Gradients(), Every(), INSIDE, Replace())), [1, 1], 0),
+    ],
+    ids=["alone", "alone on a host"],
+)
+def test_momenta_in_place_of_gradients_go_on_without_other_ranks(thread_ranks, algorithm, hosts, warmup):
     """The optimizer has no momentum of its own."""
-    algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, warmup_steps=2, density_steps=0)
-    state, layout = thread_ranks(1, train, algorithm, plain_sgd, 12)[0]
+    state, layout = thread_ranks(len(hosts), train, algorithm, plain_sgd, 12, hosts=hosts)[0]
     rule, calls = DeepGradientCompression(0.1, momentum=0.8), iter(range(12 * len(layout)))
 
     def combine(index: int, flats: Flats) -> torch.Tensor:
-        return flats[0] if next(calls) < 2 * len(layout) else rule(index, flats)
+        return flats[0] if next(calls) < warmup * len(layout) else rule(index, flats)
 
     assert_close(state, simulate(layout, combine, plain_sgd, 12, size=1))
-
-
-def test_momenta_in_place_of_gradients_go_on_without_other_ranks_of_a_host(thread_ranks):
-    how = Mean(MomentumCorrection(AllGatherReducer(TopK(0.1)), 0.8), over="inside")
-    algorithm = Algorithm.of(Exchange(Gradients(), Every(), how, Replace()))
-    state, layout = thread_ranks(2, train, algorithm, plain_sgd, 8, hosts=[1, 1])[0]
-    rule = DeepGradientCompression(0.1, momentum=0.8)
-    assert_close(state, simulate(layout, rule, plain_sgd, 8, size=1))
 
 
 def test_the_density_falls_in_stages(thread_ranks):
@@ -172,54 +175,51 @@ def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
     assert differs(state, simulated(0.8, lambda _: exact))
 
 
-# One-bit Adam.
+# Adam in few bits.
+
+WARMUP = 20
 
 
-class OneBitMomenta:
-    """Momenta of everyone, summed slice by slice in signs, with a residual for what either coding loses."""
-
-    def __init__(self, layout: Layout, warmup: int, *, feedback: bool = True, exact: bool = False):
-        self.layout, self.left, self.feedback, self.exact = layout, warmup * len(layout), feedback, exact
-        self.m: dict[int, torch.Tensor] = {}
-        self.residuals: dict[int, Flats] = {}
-
-    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
-        m = self.m.setdefault(index, torch.zeros_like(flats[0]))
-        self.left -= 1
-        if self.left >= 0 or self.exact:
-            gradient = torch.stack(flats).mean(dim=0)
-            self.m[index] = 0.9 * m + 0.1 * gradient
-            return gradient
-        residuals = self.residuals.setdefault(index, [torch.zeros_like(flat) for flat in flats])
-        given = [(0.9 * m + 0.1 * g) / SIZE + e for g, e in zip(flats, residuals, strict=True)]
-        length = -(-len(m) // SIZE)
-        sent = [torch.cat([one_bit(part, 16) for part in x.split(length)]) for x in given]
-        total = torch.stack(sent).sum(dim=0)
-        result = torch.cat([one_bit(part, 16) for part in total.split(length)])
-        for rank in range(SIZE):
-            lost = given[rank] - sent[rank]
-            mine = slice(rank * length, (rank + 1) * length)
-            lost[mine] += (total - result)[mine]
-            if self.feedback:
-                residuals[rank] = only_parameters(lost, self.layout[index][1])
-        result = only_parameters(result, self.layout[index][1])
-        self.m[index] = result
-        return (result - 0.9 * m) / 0.1
+def adam(parameters):
+    return QAdamOptimizer(parameters, lr=0.003, warmup_steps=WARMUP, weight_decay=0.1)
 
 
-def test_one_bit_adam_sends_signs_of_momenta_after_its_warm_up(thread_ranks):
-    warmup = 20
+def bytes_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    return torch.stack([min_max(row) for row in rows])
 
-    def adam(parameters):
-        return QAdamOptimizer(parameters, lr=0.003, warmup_steps=warmup)
 
-    state, layout = train_alike(thread_ranks, OneBitAdamAlgorithm(block_numel=16), adam)
+def simulate_momenta(layout: Layout, code: Callable[[torch.Tensor], torch.Tensor], **options: bool) -> State:
+    """Momenta of everyone, whose mean is taken in coded slices after the warm-up; ``m`` is the optimizer's."""
+    model, left = model_of(), WARMUP * len(layout)
+    optimizer = adam(model.parameters())
+    exchanges = [MeanOfSlices(code, places, **options) for _, places in layout]
 
-    def simulated(**options: bool) -> State:
-        return simulate(layout, OneBitMomenta(layout, warmup, **options), adam)
+    def combine(index: int, flats: Flats) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return mean(index, flats)
+        numel, places = layout[index]
+        m = flatten({name: optimizer.momentum(model.get_parameter(name)) for name, _ in places}, numel, places)
+        return (exchanges[index]([0.9 * m + 0.1 * flat for flat in flats]) - 0.9 * m) / 0.1
 
-    mutants = {"no feedback": simulated(feedback=False), "exact": simulated(exact=True)}
-    assert_only(state, simulated(), mutants)
+    return simulate(layout, combine, lambda _: optimizer, model=model)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "code", "feedback"),
+    [
+        (OneBitAdamAlgorithm(block_numel=16), functools.partial(one_bit_of_rows, block=16), True),
+        (QAdamAlgorithm(), bytes_of_rows, False),
+    ],
+    ids=["signs", "bytes"],
+)
+def test_momenta_are_sent_in_few_bits_after_the_warm_up(thread_ranks, algorithm, code, feedback):
+    state, layout = train_alike(thread_ranks, algorithm, adam)
+    assert len(layout) > 1
+    mutants = ({"feedback": not feedback}, {"exact": True})
+    wrong = {str(one): simulate_momenta(layout, code, **one) for one in mutants}
+    assert_only(state, simulate_momenta(layout, code, feedback=feedback), wrong)
 
 
 # Outer steps in few bits.
@@ -351,12 +351,3 @@ def test_a_codec_that_loses_nearly_all_needs_feedback(codec):
         DiLoCoAlgorithm(codec=codec)
     assert DiLoCoAlgorithm(codec="int4").codec == Int4()
     assert DiLoCoAlgorithm(codec=Int2(seed=3)).codec.unbiased
-
-
-# Gossip.
-
-
-def test_gossip_whose_weights_become_what_was_sent_refuses_codecs_that_drop_most_of_it():
-    for codec in (BlockTopK(), Sign(), Int2()):
-        with pytest.raises(ConfigurationError, match="DiLoCoAlgorithm"):
-            LowPrecisionDecentralizedAlgorithm(codec=codec)

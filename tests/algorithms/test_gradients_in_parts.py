@@ -11,15 +11,12 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Mean, Parts, Replace, Sum
 from bagua.engine.state.equality import EqualityCheck
-from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.harness import (
     State,
     assert_close,
-    assert_same_on_all_ranks,
     loss_of,
     mlp,
-    reference,
     sgd,
     snapshot,
     train_steps,
@@ -33,13 +30,6 @@ def train(algorithm: Algorithm) -> State:
     return Loop("with_bagua", lambda: mlp(bagua.comm.get_rank()), algorithm=algorithm).train(6)
 
 
-@pytest.mark.parametrize("parts", [Parts(3, "strided"), Parts(2, "bytes")], ids=repr)
-def test_gradients_in_parts_are_those_of_all_data(thread_ranks, parts):
-    states = thread_ranks(3, train, Algorithm.of(dataclasses.replace(BY_LAYER, parts=parts)))
-    assert_same_on_all_ranks(states)
-    assert_close(states[0], reference(mlp(), sgd, 3, range(6)))
-
-
 @on_ranks(2)
 def test_a_sum_of_gradients_that_nobody_used_stays_none():
     model = torch.nn.ModuleList([mlp(), torch.nn.Linear(2, 2)])
@@ -48,17 +38,6 @@ def test_a_sum_of_gradients_that_nobody_used_stays_none():
     for step in range(2):
         loss_of(wrapped[0], bagua.comm.get_rank(), step).backward()
     assert [one.grad is None for one in model.parameters()] == [False] * 6 + [True] * 2
-
-
-@pytest.mark.parametrize("at", ["safe", "backward begins", "stepped"])
-def test_gradients_are_refused_where_there_are_none(at):
-    with pytest.raises(ConfigurationError, match=f"not there, or of no use any more, at '{at}'"):
-        Exchange(Gradients(), Every(), Mean(), Replace(), at=at, until=at)
-
-
-def test_parts_that_overlap_replace_gradients_once():
-    with pytest.raises(ConfigurationError, match="both replace gradients"):
-        Algorithm.of(BY_LAYER, dataclasses.replace(BY_LAYER, parts=Parts(1, "bytes"), label="all"))
 
 
 @dataclass(frozen=True)

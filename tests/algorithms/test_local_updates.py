@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +40,7 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory
 from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, mlp, seeded, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, live_bytes, mlp, seeded, snapshot
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 from tests.versions import needs
 
@@ -882,21 +880,6 @@ def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
 
 
 # Memory.
-
-
-def live_bytes() -> int:
-    """Of all tensors of this process; memory that several share counts once."""
-    gc.collect()
-    found = []
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, nn.Parameter):
-            with contextlib.suppress(NotImplementedError):  # An undefined tensor, which torch 2.8 leaves behind.
-                found.append(one.untyped_storage())
-    total = end = 0
-    for start, length in sorted((storage.data_ptr(), storage.nbytes()) for storage in found):
-        total += max(0, start + length - max(start, end))
-        end = max(end, start + length)
-    return total
 
 
 def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,38 +15,20 @@ from bagua.parallel import with_bagua
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
-    CodedSlices,
-    Flats,
     Layout,
+    MeanOfSlices,
     assert_only,
     differs,
     flatten,
     gradients_of,
     model_of,
     one_bit_of_rows,
-    only_parameters,
     train_alike,
 )
 from tests.harness import State, assert_close, mlp, snapshot
 from tests.parallel.wrapping import on_ranks
 
 BLOCK, BETA1, BETA2, EPS, LR = 16, 0.9, 0.99, 1e-3, 0.003
-
-
-class SignsOfSlices:
-    """The sum of what everyone has, slice by slice in signs, with a residual for what either coding loses."""
-
-    def __init__(self, places: list[tuple[str, int]], *, feedback: bool = True, exact: bool = False) -> None:
-        self.exchange = CodedSlices(lambda rows: one_bit_of_rows(rows, BLOCK), places)
-        self.feedback, self.exact, self.residuals = feedback, exact, torch.zeros(SIZE, 1, dtype=torch.float64)
-
-    def __call__(self, flats: Flats) -> torch.Tensor:
-        """The mean of ``flats``, or what is left of it."""
-        if self.exact:
-            return torch.stack(flats).mean(dim=0)
-        result, lost = self.exchange(torch.stack(flats) / SIZE + self.residuals)
-        self.residuals = lost if self.feedback else self.residuals
-        return only_parameters(result, self.exchange.places)
 
 
 def at(flat: torch.Tensor, name: str, places: list[tuple[str, int]]) -> torch.Tensor:
@@ -116,7 +100,8 @@ def simulate_lamb(
 ) -> State:
     model = model_of()
     rule = Lamb(model, freshens=freshens)
-    exchanges = [SignsOfSlices(places, feedback=feedback, exact=exact) for _, places in layout]
+    code = functools.partial(one_bit_of_rows, block=BLOCK)
+    exchanges = [MeanOfSlices(code, places, feedback=feedback, exact=exact) for _, places in layout]
     scaling = dict.fromkeys(rule.x, 1.0)
     for t in range(1, STEPS + 1):
         of_ranks = [gradients_of(model, rank, t - 1) for rank in range(SIZE)]

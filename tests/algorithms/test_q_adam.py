@@ -17,15 +17,7 @@ from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
 from bagua.torch_api.algorithms import q_adam
-from tests.algorithms.test_local_updates import live_bytes
-from tests.harness import (
-    State,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    snapshot,
-    train_steps,
-)
+from tests.harness import State, assert_same_on_all_ranks, live_bytes, mlp, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
 LR, WARMUP, BETA1, BETA2, EPS, DECAY = 0.01, 3, 0.8, 0.9, 0.01, 0.1
@@ -42,115 +34,6 @@ def loop_of(algorithm: QAdamAlgorithm | str = "qadam") -> Loop:
 
 def train(algorithm: QAdamAlgorithm) -> State:
     return loop_of(algorithm).train(STEPS)
-
-
-# The simulation: float64, no code of the package but the model and the data.
-
-
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    """To the nearest of 256 equidistant values, one of which is zero if the range contains it."""
-    low, high = values.min().item(), values.max().item()
-    if low == high:
-        return values
-    step = (high - low) / 255
-    if low <= 0 <= high:
-        return (values / step).round() * step
-    return ((values - low) / step).round() * step + low
-
-
-def mean_of_slices(flats: list[torch.Tensor]) -> torch.Tensor:
-    """Each slice rounded by everyone, added up, divided, rounded again. A model this small is one block in each."""
-    size = len(flats)
-    slices = zip(*(flat.split(-(-len(flat) // size)) for flat in flats), strict=True)
-    return torch.cat([rounded(torch.stack([rounded(part) for part in parts]).sum(dim=0)) for parts in slices])
-
-
-Moments = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def one_step(before: Moments, size: int, t: int) -> Moments:
-    """Weight and moments of each parameter after the ``t``-th step, from those before it."""
-    model = mlp().double()
-    parameters = list(model.parameters())
-    of_ranks = []
-    for rank in range(size):
-        for parameter, (weight, _, _) in zip(parameters, before, strict=True):
-            parameter.data, parameter.grad = weight.clone(), None
-        loss_of(lambda inputs: model(inputs.double()).float(), rank, t - 1).backward()
-        of_ranks.append([parameter.grad for parameter in parameters])
-    means = [torch.stack(gradients).mean(dim=0) for gradients in zip(*of_ranks, strict=True)]
-    momenta = [BETA1 * m + (1 - BETA1) * g for (_, m, _), g in zip(before, means, strict=True)]
-    if t > WARMUP:
-        shares = [
-            laid_out([(BETA1 * m + (1 - BETA1) * g) / size for (_, m, _), g in zip(before, own, strict=True)])
-            for own in of_ranks
-        ]
-        momenta = taken_apart(mean_of_slices(shares), parameters)
-    after = []
-    for (x, _, v), m_without_decay, g in zip(before, momenta, means, strict=True):
-        m = m_without_decay + (1 - BETA1) * DECAY * x
-        v_next = BETA2 * v + (1 - BETA2) * (g + DECAY * x) ** 2 if t <= WARMUP else v
-        v_hat = v_next / (1 - BETA2 ** min(t, WARMUP))
-        after.append((x - LR * m / (1 - BETA1**t) / (v_hat.sqrt() + EPS), m, v_next))
-    return after
-
-
-def laid_out(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """As in the one bucket: the last layer first, each tensor at a multiple of 16 elements."""
-    *padded, last = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 16)) for t in tensors[::-1]]
-    used = tensors[0].numel()
-    return torch.cat([*padded, last[: used + used % 2]])
-
-
-def taken_apart(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    offset, parts = 0, []
-    for tensor in like[::-1]:
-        parts.append(flat[offset : offset + tensor.numel()].view_as(tensor))
-        offset += -(-tensor.numel() // 16) * 16
-    return parts[::-1]
-
-
-def train_and_record() -> list[Moments]:
-    """Weights and moments before each step, and at the end."""
-    loop, history = loop_of(), []
-    for step in range(STEPS + 1):
-        history.append(
-            [
-                (
-                    p.detach().double(),
-                    loop.optimizer.momentum(p).double(),
-                    loop.optimizer.state[p]["exp_avg_sq"].double(),
-                )
-                for p in loop.model.parameters()
-            ]
-        )
-        if step < STEPS:
-            loop.train()
-    return history
-
-
-def assert_each_step_is_the_formula(history: list[Moments], size: int) -> None:
-    for t in range(1, STEPS + 1):
-        after, expected = history[t], one_step(history[t - 1], size, t)
-        for name, index, allowed in (("weights", 0, LR / 4), ("m", 1, 0.02), ("v", 2, 1e-6)):
-            own, wanted = (torch.cat([entry[index].flatten() for entry in entries]) for entries in (after, expected))
-            distance = (own - wanted).abs()
-            assert distance.max() <= allowed, f"{name} of step {t}"
-            # A value half-way between two codes may become either; few are.
-            assert (distance > allowed / 100).double().mean() < 0.1, f"{name} of step {t}"
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_each_step_is_the_formula(thread_ranks, size, monkeypatch):
-    histories = thread_ranks(size, train_and_record)
-    flat = [
-        torch.cat([part.flatten() for step in history for entry in step for part in entry]) for history in histories
-    ]
-    assert all(torch.equal(flat[0], other) for other in flat[1:])
-    assert_each_step_is_the_formula(histories[0], size)
-    monkeypatch.setitem(globals(), "rounded", lambda values: values)
-    with pytest.raises(AssertionError):
-        assert_each_step_is_the_formula(histories[0], size)
 
 
 def test_flat_and_hierarchical_differ_only_between_hosts(thread_ranks):

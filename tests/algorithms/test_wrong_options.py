@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from bagua import algorithms
-from bagua.algorithms import Algorithm, QAdamAlgorithm, Registry, registry
-from bagua.compression import BySize, Codec, MinMaxUInt8, Sign, TopK
+from bagua.algorithms import Algorithm, Registry, registry
+from bagua.compression import BlockTopK, BySize, Codec, Int2, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.optim import (
     AccumAdam,
     AccumAdamW,
+    Muon,
     OneBitLambOptimizer,
     QAdamOptimizer,
     lr_scheduler_fn_cosine_with_warmup,
@@ -23,11 +24,22 @@ from bagua.optim import (
     optim_fn_adam,
     optim_fn_adamw,
 )
-from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
+from bagua.primitives import (
+    EF21,
+    AllGatherReducer,
+    AveragedFeedback,
+    ContributorsReducer,
+    ErrorFeedback,
+    MomentumCorrection,
+    PowerSGDReducer,
+    ScatterGatherReducer,
+)
 from bagua.topology import Hierarchical
 from tests.topologies import DRAWN_PAIRS
 
 EAGER = algorithms.EagerStep(algorithms.Outer(torch.optim.SGD, lr=0.5))
+
+GATHERED = AllGatherReducer(TopK())
 
 FLAGS = [
     (name, field.name)
@@ -104,22 +116,22 @@ def test_other_options_of_algorithms(name, option, wrong):
         (lambda: algorithms.DiLoCoAlgorithm(codec="int4", error_feedback=1.5), "error_feedback"),
         (lambda: algorithms.DiLoCoAlgorithm(codec=4), "codec"),
         (lambda: algorithms.OneBitLambAlgorithm(block_numel=12), "block_numel"),
-        (lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], ratio_beta=1.0), "ratio_beta"),
-        (lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], warmup_steps=0), "warmup_steps"),
         (lambda: algorithms.LoCoAlgorithm(averaging=0.0), "averaging"),
         (lambda: algorithms.LoCoAlgorithm(reset_every=0), "reset_every"),
         (lambda: algorithms.LoCoAlgorithm(block_numel=12), "block_numel"),
         (lambda: algorithms.DionAlgorithm(matrix_rank=0), "matrix_rank"),
         (lambda: algorithms.DionAlgorithm(momentum=1.0), "momentum"),
         (lambda: algorithms.DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
-        (lambda: algorithms.DecentralizedAlgorithm(peer_selection_mode=3), "argument peer_selection_mode"),
-        (lambda: algorithms.DecentralizedAlgorithm(communication_interval=0), ">= 1"),
-        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
         (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
         (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(topology=DRAWN_PAIRS), "stay the same"),
         (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
-        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec=TopK()), "drop most of each update"),
-        (lambda: algorithms.LowPrecisionDecentralizedAlgorithm(codec=BySize(large=Sign())), "drop most of each update"),
+        *(
+            (
+                lambda codec=codec: algorithms.LowPrecisionDecentralizedAlgorithm(codec=codec),
+                r"drop most of each update.*DiLoCoAlgorithm",
+            )
+            for codec in (TopK(), BlockTopK(), Int2(), BySize(large=Sign()))
+        ),
         (lambda: algorithms.DiLoCoAlgorithm(4, inner="decentralized"), "sums gradients in each step"),
         (lambda: algorithms.DiLoCoAlgorithm(4, inner="local_sgd"), "sums gradients in each step"),
         (lambda: algorithms.LocalSGDAlgorithm(4, inner="qadam"), "sums gradients in each step"),
@@ -195,11 +207,6 @@ def test_a_name_is_text():
         Codec.init(["sign"])
 
 
-def test_an_optimizer_of_another_kind_is_no_qadam():
-    with pytest.raises(InvalidTypeError, match="a QAdamOptimizer"):
-        QAdamAlgorithm(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-
-
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
@@ -212,8 +219,19 @@ def test_an_optimizer_of_another_kind_is_no_qadam():
         (lambda: AllGatherReducer(3), "codec"),
         (lambda: ScatterGatherReducer("sign"), "codec"),
         (lambda: ErrorFeedback(3), "reducer"),
+        *((lambda wrong=wrong: ErrorFeedback(GATHERED, wrong), "decay") for wrong in (0.0, 1.1)),
+        (lambda: ErrorFeedback(EF21(GATHERED)), "reducer"),
+        *((lambda wrong=wrong: EF21(wrong), "reducer") for wrong in (ErrorFeedback(GATHERED), TopK())),
+        (lambda: EF21(GATHERED, 0.0), "averaging"),
+        (lambda: MomentumCorrection(GATHERED, 1.0), "momentum"),
+        (lambda: MomentumCorrection(GATHERED, 0.9, -1.0), "clip_norm"),
+        (lambda: AveragedFeedback(GATHERED, 0.0), "averaging"),
+        (lambda: AveragedFeedback(GATHERED, reset_every=0), "reset_every"),
+        (lambda: AveragedFeedback(EF21(GATHERED)), "reducer"),
+        (lambda: ContributorsReducer("topk"), "codec"),
         (lambda: PowerSGDReducer(seed="x"), "seed"),
-        (lambda: PowerSGDReducer(matrix_rank="x"), "matrix_rank"),
+        *((lambda wrong=wrong: PowerSGDReducer(wrong), "matrix_rank") for wrong in (0, 1.5, "x")),
+        (lambda: ErrorFeedback(ErrorFeedback(PowerSGDReducer(1))), "reducer"),
         (lambda: Hierarchical("ring"), "between_hosts"),
     ],
 )
@@ -236,13 +254,33 @@ def test_codecs_reducers_and_topologies(make, argument):
         ("betas", ("x", "y")),
         ("betas", (0.9, 1.0)),
         ("eps", "x"),
+        ("eps", -1e-8),
         ("weight_decay", math.nan),
+        ("weight_decay", -0.1),
+        ("lr", math.nan),
+        ("betas", (1.0, 0.9)),
     ],
 )
 def test_optimizers(kind, argument, wrong):
     with pytest.raises(ConfigurationError) as caught:
         kind([torch.nn.Parameter(torch.ones(1))], **{argument: wrong})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "wrong"),
+    [
+        (AccumAdamW, "accum_iter", 0),
+        (QAdamOptimizer, "warmup_steps", 0),
+        (QAdamOptimizer, "warmup_steps", 1.5),
+        (OneBitLambOptimizer, "ratio_beta", 1.0),
+        (OneBitLambOptimizer, "warmup_steps", 0),
+        *((Muon, *wrong) for wrong in (("lr", -1.0), ("momentum", 1.0), ("scale", "other"), ("weight_decay", -0.1))),
+    ],
+)
+def test_options_of_one_optimizer(kind, argument, wrong):
+    with pytest.raises(ConfigurationError, match=argument):
+        kind([torch.nn.Parameter(torch.ones(3, 3))], **{argument: wrong})
 
 
 @pytest.mark.parametrize("function", [optim_fn_accum_adam, optim_fn_accum_adamw, optim_fn_adam, optim_fn_adamw])

@@ -115,14 +115,6 @@ def test_parameters_that_skip_steps_have_periods_of_their_own():
     assert torch.equal(alone[1], held[1])
 
 
-@pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"weight_decay": -0.1}, {"accum_iter": 0}], ids=str
-)
-def test_numbers_out_of_range(options):
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        AccumAdamW(parameters(), **options)
-
-
 @pytest.mark.parametrize("make", [optim_fn_adam, optim_fn_adamw, optim_fn_accum_adam, optim_fn_accum_adamw])
 def test_weight_decay_is_for_matrices(make):
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(3, 2))

@@ -60,6 +60,3 @@ def test_it_goes_where_that_of_torch_goes():
 def test_what_is_no_matrix_is_refused():
     with pytest.raises(ConfigurationError, match="two dimensions"):
         Muon([torch.nn.Parameter(torch.ones(3))])
-    for options in ({"lr": -1.0}, {"momentum": 1.0}, {"scale": "other"}, {"weight_decay": -0.1}):
-        with pytest.raises(ConfigurationError):
-            Muon([torch.nn.Parameter(torch.ones(3, 3))], **options)

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-
-import torch
-
-from tests.harness import mlp
+from tests.harness import live_bytes, live_tensors, mlp
 from tests.parallel.wrapping import WRAPS, Loop
-
-
-def _tensors() -> list[torch.Tensor]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-
-
-def _held_bytes() -> int:
-    """Bytes of memory under all dense CPU tensors that exist, each byte counted once."""
-    spans = set()
-    for thing in _tensors():
-        with contextlib.suppress(RuntimeError):  # Old versions of torch keep a tensor that is on no device.
-            if thing.device.type == "cpu" and thing.layout is torch.strided:
-                start = thing.untyped_storage().data_ptr()
-                spans.add((start, start + thing.untyped_storage().nbytes()))
-    total, reached = 0, 0
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0)
-        reached = max(reached, end)
-    return total
 
 
 def _held_after_training() -> dict[str, int]:
     """What the model, its gradients and its optimizer hold after some steps, by the way it was wrapped."""
     held = {}
     for name in (*WRAPS, "plain"):
-        gc.collect()
-        kept = _tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
-        before = _held_bytes()
+        kept = live_tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
+        before = live_bytes()
         loop = Loop(name if name in WRAPS else lambda model, _: model)
         loop.train(3)
-        held[name] = _held_bytes() - before
+        held[name] = live_bytes() - before
         del loop, kept
     return held
 
