@@ -33,12 +33,8 @@ def _train_and_abort() -> State:
     return _averaged().abort()
 
 
-def test_models_are_equal_after_abort_on_gloo(process_ranks):
-    assert_same_on_all_ranks(process_ranks(3, _train_and_abort))
-
-
-def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
-    assert_same_on_all_ranks(shm_pool.run(_train_and_abort, size=2))
+def test_models_are_equal_after_abort(ranks):
+    assert_same_on_all_ranks(ranks(2, _train_and_abort))
 
 
 def _abort_in_a_child() -> int:

@@ -30,7 +30,8 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import Loop, assert_trained, of_this_rank, on_ranks
+from tests.parallel.test_gradients import branch_loss
+from tests.parallel.wrapping import Branches, Loop, assert_trained, of_this_rank, on_ranks
 
 
 def test_it_takes_every_argument_of_torch_in_the_same_order():
@@ -160,19 +161,12 @@ def test_gradients_are_copied_into_their_bucket():
     assert in_bucket(loop, made) == 0
 
 
-def test_static_graph_allows_parameters_that_are_never_used(thread_ranks):
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+@on_ranks(2, assert_same_on_all_ranks)
+def test_static_graph_allows_parameters_that_are_never_used() -> State:
+    def wrap(model: nn.Module, _: object) -> nn.Module:
+        return DistributedDataParallel(model, static_graph=True)
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.used(inputs)
-
-    def train() -> State:
-        return Loop(lambda model, _: DistributedDataParallel(model, static_graph=True), Half).train(4)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    return Loop(wrap, Branches, losses=branch_loss).train(4)
 
 
 def test_a_sub_group_can_be_used(thread_ranks):

@@ -17,7 +17,7 @@ from bagua.errors import (
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from tests.harness import loss_of, mlp
 from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
-from tests.parallel.wrapping import Twice, on_ranks
+from tests.parallel.wrapping import on_ranks
 from tests.topologies import Made
 
 
@@ -95,14 +95,6 @@ def test_orders_that_differ():
     model = DecentralizedDataParallel(TwoWays(), momentum)
     with pytest.raises(CollectiveMismatchError, match=r"another order.*right\..*left\."):
         model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*use_reentrant")
-@on_ranks(2)
-def test_a_parameter_that_is_used_twice_in_one_backward():
-    model = DecentralizedDataParallel(Twice(), momentum)
-    with pytest.raises(ConfigurationError, match=r"shared\.(weight|bias) was accumulated twice"):
-        model(torch.ones(2, 8)).sum().backward()
 
 
 class OptimizerError(Exception):

@@ -15,7 +15,7 @@ import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.optimizers import plain
-from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
+from bagua.errors import BaguaError, CollectiveMismatchError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
@@ -165,46 +165,31 @@ def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, algorithm):
     assert "loaded" not in caplog.text
 
 
+def in_buckets_of_the_user(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    return OverlappingWrapper(model, optimizer, buckets=[["bias"], ["weight"]])
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "size", "gradient", "times"),
+    ("wrap", "gradients", "times"),
     [
-        *(("gradient_allreduce", *case) for case in ((2, 1.0, 1), (1, 1.0, 0), (2, 0.0, 0))),
-        *((name, 2, 1.0, 1) for name in ("local_sgd", "decentralized", "diloco")),  # Buckets exist from the start.
+        *((wrap, *case) for wrap in ("gradient_allreduce", in_buckets_of_the_user)
+          for case in (([1.0, 1.0], 1), ([1.0, 2.0], 0), ([0.0, 0.0], 0))),
+        ("gradient_allreduce", [1.0], 0),
+        *((name, [1.0, 1.0], 1) for name in ("local_sgd", "decentralized", "diloco")),  # Buckets exist from the start.
     ],
-)
-def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, algorithm, size, gradient, times):
+)  # fmt: skip
+def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, wrap, gradients, times):
     def train_on_the_same_data() -> None:
-        loop = Loop("with_bagua", lambda: torch.nn.Linear(2, 2), algorithm=algorithm)
-        for _ in range(2):
-            (loop.wrapped(torch.ones(1, 2)).sum() * gradient).backward()
-            loop.optimizer.step()
-
-    told = warnings_of(caplog, thread_ranks, size, train_on_the_same_data)
-    assert told.count("computed the same gradient in the first step") == times
-
-
-@pytest.mark.parametrize(("gradients", "times"), [([1.0, 1.0], 1), ([1.0, 2.0], 0), ([0.0, 0.0], 0)])
-def test_ranks_that_read_the_same_data_are_told_in_buckets_of_the_user_too(thread_ranks, caplog, gradients, times):
-    def train_in_buckets_of_the_user() -> None:
+        own = wrap if callable(wrap) else lambda *made: with_bagua(*made, wrap)
         with seeded():
             layer = torch.nn.Linear(2, 2)
-        wrapped = OverlappingWrapper(layer, sgd(layer.parameters()), buckets=[["bias"], ["weight"]])
+        loop = Loop(own, lambda: layer)
         for _ in range(2):
-            (wrapped(torch.ones(1, 2)).sum() * gradients[bagua.comm.get_rank()]).backward()
+            (loop.wrapped(torch.ones(1, 2)).sum() * gradients[loop.rank]).backward()
+            loop.optimizer.step()
 
-    told = warnings_of(caplog, thread_ranks, 2, train_in_buckets_of_the_user)
+    told = warnings_of(caplog, thread_ranks, len(gradients), train_on_the_same_data)
     assert told.count("computed the same gradient in the first step") == times
-
-
-def test_ranks_that_read_other_data_are_not(thread_ranks, caplog):
-    assert "same gradient" not in warnings_of(caplog, thread_ranks, 2, partial(train, steps=1), nothing, 0)
-
-
-@pytest.mark.parametrize("options", [{"check_every": -1}, {"check_every": 2.5}])
-def test_options_are_checked_where_they_are_given(options):
-    layer = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        with_bagua(layer, [], "gradient_allreduce", bagua.comm.solo_group(), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])

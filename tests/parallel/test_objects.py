@@ -84,13 +84,15 @@ def _file_bytes(value: object) -> int:
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-@on_ranks(2, assert_same_on_all_ranks)
-def test_a_copy_is_a_plain_module_without_engine_and_the_original_trains_on(wrap, way) -> State:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size", assert_same_on_all_ranks)
+def test_a_copy_is_a_plain_module_without_engine_and_the_original_trains_on(wrap, way, size) -> State:
     loop = _trained(wrap)
     copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](loop.wrapped)
     before = snapshot(loop.model)
     assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
     assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
+    assert vars(copied).keys() == vars(mlp()).keys(), "no attribute of ours"
     if loop.rank == 0:  # One rank alone: nothing of the engine can be left in the copy.
         train_steps(copied, sgd(copied.parameters()), 0, range(2))
     assert_same_on_all_ranks([before, snapshot(loop.model)])

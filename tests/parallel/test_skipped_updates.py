@@ -17,6 +17,7 @@ from bagua.engine.gradients import has_finite_gradients
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.harness import State, batch, loss_of, mlp, sgd, snapshot
+from tests.parallel.test_steps import perturbed
 from tests.parallel.wrapping import Loop, on_ranks
 
 STEPS = 3
@@ -135,13 +136,9 @@ def _climb_and_descend(synchronized: bool) -> State:
         loop.optimizer.zero_grad()
         with contextlib.nullcontext() if synchronized else loop.wrapped.no_sync():
             loss_of(loop.wrapped, loop.rank, step).backward()
-        climbed = [0.1 * parameter.grad for parameter in loop.model.parameters()]
-        with torch.no_grad():
-            torch._foreach_add_(list(loop.model.parameters()), climbed)
-        loop.optimizer.zero_grad()
-        loss_of(loop.wrapped, loop.rank, step).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(loop.model.parameters()), climbed)
+        with perturbed(loop.model):
+            loop.optimizer.zero_grad()
+            loss_of(loop.wrapped, loop.rank, step).backward()
         loop.optimizer.step()
     return snapshot(loop.model)
 

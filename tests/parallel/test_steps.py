@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,10 +123,13 @@ def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(name) -> State
 
 
 @on_ranks(2)
-def test_one_parameter_of_each_optimizer_tells_of_passes():
-    loop = Steps("local_sgd")
-    loop.train(2)
-    assert sum(bool(parameter._post_accumulate_grad_hooks) for parameter in loop.model.parameters()) == 1
+def test_a_loss_that_is_a_method_stays_inside_no_sync():
+    loop = Steps("gradient_allreduce")
+    loop.train()
+    calls = bagua.comm.stats()["allreduce"].calls
+    with loop.wrapped.no_sync():
+        loop.backward()
+    assert (bagua.comm.stats()["allreduce"].calls, loop.wrapped.bagua_step) == (calls, 1)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -163,7 +167,9 @@ def test_a_change_that_no_forward_pass_could_take_in_is_an_error():
 # Sharpness-aware minimization: each rank steps up its own gradient, and down that of all.
 
 
-def _perturbed(model: nn.Module) -> Iterator[None]:
+@contextlib.contextmanager
+def perturbed(model: nn.Module) -> Iterator[None]:
+    """A little further uphill than the weights were, and are again afterwards."""
     old = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,7 +189,7 @@ def _sharpness_aware() -> State:
         for rank in range(2):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
-            for _ in _perturbed(model):
+            with perturbed(model):
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
             for mean, parameter in zip(total, model.parameters(), strict=True):
@@ -205,7 +211,7 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
             optimizer.zero_grad()
             with wrapped.no_sync():
                 loss_of(wrapped, rank, step).backward()
-            for _ in _perturbed(model):
+            with perturbed(model):
                 optimizer.zero_grad()
                 loss_of(wrapped, rank, step).backward()
             optimizer.step()

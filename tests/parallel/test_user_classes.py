@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 import bagua.comm
 import bagua.torch_api as bagua_api
 from bagua.errors import ConfigurationError
-from tests.harness import assert_same_on_all_ranks, gradients, loss_of, mlp, sgd, snapshot
-from tests.parallel.wrapping import WRAPS, Loop, by_with_bagua, on_ranks
+from tests.harness import assert_same_on_all_ranks, gradients, mlp, snapshot
+from tests.parallel.wrapping import WRAPS, Loop, on_ranks
 
 
 class Named(nn.Module):
@@ -134,17 +134,6 @@ def test_the_plain_module_behind_a_wrapped_one(wrap):
     assert bagua_api.unwrap(plain) is plain
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_copy_has_no_attribute_of_ours(thread_ranks, wrap, size):
-    def check() -> None:
-        loop = Loop(wrap)
-        loop.train(1)
-        assert vars(copy.deepcopy(loop.model)).keys() == vars(mlp()).keys()
-
-    thread_ranks(size, check)
-
-
 class Referring(nn.Sequential):
     """Refers to itself, as a module with a table of its own methods does."""
 
@@ -188,27 +177,6 @@ def test_the_switch_that_nanogpt_turns_does_what_no_sync_does(thread_ranks, wrap
     assert_same_on_all_ranks(
         [*thread_ranks(2, _gradients_of_two, wrap, "no_sync"), *thread_ranks(2, _gradients_of_two, wrap, "attribute")]
     )
-
-
-def test_a_loss_that_is_a_method_stays_inside_no_sync(thread_ranks):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def loss(self, rank: int, step: int) -> torch.Tensor:
-            return loss_of(self.layers, rank, step)
-
-    def train() -> None:
-        model = Net()
-        wrapped: Any = by_with_bagua(model, sgd(model.parameters()))
-        wrapped.loss(bagua.comm.get_rank(), 0).backward()
-        calls = bagua.comm.stats()["allreduce"].calls
-        with wrapped.no_sync():
-            wrapped.loss(bagua.comm.get_rank(), 1).backward()
-        assert (bagua.comm.stats()["allreduce"].calls, wrapped.bagua_step) == (calls, 1)
-
-    thread_ranks(2, train)
 
 
 @on_ranks(1)
