@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
-from bagua.cli.advise.command import probe_link
 from bagua.link import LinkSettings
+from benchmarks.lab_calls import probe_link
 
 __all__ = ["Ground", "Grounds"]
 
@@ -107,6 +107,7 @@ class Grounds:
 def _ground(saved: dict[str, Any]) -> Ground:
     facts, machine = saved["facts"], saved["machine"]
     parameters = tuple(ParameterFacts(**{**one, "shape": tuple(one["shape"])}) for one in facts["parameters"])
+    facts.pop("copies", None)  # of files that are older
     return Ground(
         ModelFacts(**{**facts, "parameters": parameters, "steps_s": tuple(facts["steps_s"])}),
         tuple(map(_rehearsal, saved["rehearsals"])),

@@ -27,26 +27,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bagua.advise import (
-    ALONE,
-    Advice,
-    Cluster,
-    ModelFacts,
-    Others,
-    Prediction,
-    Rehearsal,
-    measure_model,
-    predict,
-    rehearse,
-)
+from bagua.advise import Advice, Cluster, ModelFacts, Prediction, Rehearsal, measure_model, predict, rehearse
+from bagua.advise.others import ALONE, Others
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
-from bagua.cli.advise.command import lab_cluster, probe_lab
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.lab.switch import SwitchReport
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group
 from bagua.link import LinkSettings, parse_link
 from benchmarks.grounds import Ground, Grounds
+from benchmarks.lab_calls import lab_cluster, probe_lab
 from benchmarks.network.contenders import Prepared, read_options
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Place, limit_together, report, warm_up
@@ -129,7 +119,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
 def find_out(rank: Rank, task: Task, hosts: int, contenders: Sequence[str]) -> tuple[ModelFacts, list[Rehearsal]]:
     """What one of several processes measures while the others do the same."""
     trainer = task.trainer(rank.rank)
-    facts = measure_model(trainer.model, trainer.optimizer, trainer.step, seconds=MEASURED_S, copies=hosts)
+    facts = measure_model(trainer.model, trainer.optimizer, trainer.step, seconds=MEASURED_S)
     rehearsals = []
     for contender in contenders:
         if contender == "ddp":
@@ -215,8 +205,7 @@ def predictions(hosts: int, link: LinkSettings, grounds: Grounds, pace: float = 
 
 def plain_step_s(ground: Ground, hosts: int) -> float:
     """Seconds of a step without an exchange, as it was measured first, with the turns of ranks that share a core."""
-    facts = ground.facts
-    return facts.step_s if facts.copies > 1 else facts.step_s * max(1.0, hosts / ground.machine.cores)
+    return ground.facts.step_s * max(1.0, hosts / ground.machine.cores)
 
 
 def cells_of(

@@ -13,13 +13,12 @@ from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster
 from bagua.advise.others import ALONE
-from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
+from bagua.advise.prediction import Prediction, outside_calibration, predict
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.advise.trace import Rehearsal
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
 from bagua.checks import check_kind
-from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.link import hosts_in_words, parse_link
 
@@ -28,9 +27,8 @@ DDP = "ddp"
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 #: Nobody changes a script for less.
 _WORTH_IT = 0.95
-#: A rehearsal among more hosts is carried forward from two smaller ones.
-_MOST_HOSTS = 16
-_FEW_HOSTS = 8
+#: A rehearsal computes what each rank sends: among more ranks it takes minutes.
+_MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -160,18 +158,18 @@ def rehearse_all(
         The rehearsals, and by name why others have none.
 
     Raises:
-        ConfigurationError: fewer than two ranks.
+        ConfigurationError: fewer than two ranks, or more than 64.
         UnsupportedAlgorithmException: there is no algorithm of one of the names.
     """
     _check_wanted(hosts * ranks_per_host, names)
-    found = [_rehearse_one(DDP, GradientAllReduceAlgorithm(), _DDP_BUCKET_BYTES, facts, hosts, ranks_per_host)]
+    sizes = [ranks_per_host] * hosts
+    found = [rehearse(GradientAllReduceAlgorithm(), facts, sizes, name=DDP, bucket_bytes=_DDP_BUCKET_BYTES)]
     refusals = {}
     for name in registry if names is None else names:
         if name == DDP:
             continue
         try:
-            algorithm = Algorithm.init(name)
-            found.append(_rehearse_one(name, algorithm, DEFAULT_BUCKET_BYTES, facts, hosts, ranks_per_host))
+            found.append(rehearse(Algorithm.init(name), facts, sizes, name=name))
         except BaguaError as error:
             refusals[name] = str(error)
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered
@@ -181,24 +179,14 @@ def rehearse_all(
 
 def _check_wanted(ranks: int, names: Sequence[str] | None) -> None:
     """There must be two ranks, and algorithms of these names."""
-    if ranks < 2:
-        raise ConfigurationError("one rank sends nothing", argument="hosts", expected="two ranks", seen=ranks)
+    if not 2 <= ranks <= _MOST_RANKS:
+        problem = "one rank sends nothing" if ranks < 2 else "a rehearsal among so many ranks takes too long"
+        raise ConfigurationError(problem, argument="hosts", expected=f"2 to {_MOST_RANKS} ranks", seen=ranks)
     if names is not None:
         check_kind((list, tuple), "a list of names, or None for all", algorithms=names)
         for name in names:
             if name != DDP:
                 registry.get(name)
-
-
-def _rehearse_one(
-    name: str, algorithm: Algorithm, bucket_bytes: int, facts: ModelFacts, hosts: int, ranks_per_host: int
-) -> Rehearsal:
-    def on(number: int) -> Rehearsal:
-        return rehearse(algorithm, facts, [ranks_per_host] * number, name=name, bucket_bytes=bucket_bytes)
-
-    if hosts <= _MOST_HOSTS:
-        return on(hosts)
-    return extrapolate(on(_FEW_HOSTS), on(_MOST_HOSTS), (_FEW_HOSTS, _MOST_HOSTS, hosts))
 
 
 def weigh(
@@ -245,7 +233,8 @@ def advise(
         All predictions, and the answer: ``print(advice.table())``.
 
     Raises:
-        ConfigurationError: a model that cannot be measured, a link or seconds without sense, or fewer than two ranks.
+        ConfigurationError: a model that cannot be measured, a link or seconds without sense, fewer than two ranks, or
+            more than 64.
         UnsupportedAlgorithmException: there is no algorithm of one of the names.
 
     Example:

@@ -33,7 +33,6 @@ class ModelFacts:
         parameters: parameters, in the order in which their gradients arrive.
         steps_s: seconds of each measured step.
         optimizer: name of the optimizer's class.
-        copies: how many ranks shared the machine's cores while it was measured; 1 where their time was left out.
 
     Raises:
         ConfigurationError: no step, or no parameter.
@@ -42,7 +41,6 @@ class ModelFacts:
     parameters: tuple[ParameterFacts, ...]
     steps_s: tuple[float, ...]
     optimizer: str = "SGD"
-    copies: int = 1
 
     def __post_init__(self) -> None:
         if not self.parameters or not self.steps_s:

@@ -26,8 +26,8 @@ _FILE = "/proc/thread-self/schedstat"
 _LONGEST_BYTES = 128
 
 
-class _Statistics:
-    """The file in which Linux writes what a core has done for the thread that opens it."""
+class _Queue(threading.local):
+    """The file in which Linux writes how long the calling thread has stood in the queue of a core."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -36,52 +36,26 @@ class _Statistics:
         except OSError:
             self._descriptor = -1
 
-    def read(self) -> tuple[float, float]:
-        """Seconds on a core, and seconds in its queue; zeros where the system does not count."""
+    def seconds(self) -> float:
+        """Seconds since the thread began; 0 where the system does not count."""
+        if os.getpid() != self._process:  # A forked process has the file of its parent's thread.
+            self.__init__()  # type: ignore[misc]
         if self._descriptor < 0:
-            return 0.0, 0.0
+            return 0.0
         numbers = os.pread(self._descriptor, _LONGEST_BYTES, 0).split()
-        return (int(numbers[0]) * 1e-9, int(numbers[1]) * 1e-9) if len(numbers) > 1 else (0.0, 0.0)
-
-    @property
-    def of_parent(self) -> bool:
-        """Whether this process was forked since, so that the file is that of another thread."""
-        return os.getpid() != self._process
+        return int(numbers[1]) * 1e-9 if len(numbers) > 1 else 0.0
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
 
-class _Own(threading.local):
-    """The statistics of the calling thread."""
-
-    def __init__(self) -> None:
-        self.statistics = _Statistics()
-
-    def read(self) -> tuple[float, float]:
-        """See ``_Statistics``."""
-        if self.statistics.of_parent:
-            self.statistics = _Statistics()
-        return self.statistics.read()
-
-
-_own = _Own()
-
-
-def queued_s() -> float:
-    """Seconds for which the calling thread was ready to go on and had no core, since it began."""
-    return _own.read()[1]
+_queue = _Queue()
 
 
 def own_time() -> float:
     """A clock that stands while the calling thread has no core. Only differences within one thread have a meaning."""
-    return time.perf_counter() - queued_s()
-
-
-def sees_queues() -> bool:
-    """Whether this system says how long threads stand in a queue."""
-    return _own.read()[0] > 0.0
+    return time.perf_counter() - _queue.seconds()
 
 
 #: Steps that are left out: memory is allocated in them.
@@ -95,13 +69,19 @@ class StepMeter:
     Args:
         module: module that is trained.
         optimizers: optimizers that step it.
+        clock: clock of the seconds that the calling thread computes.
 
     Raises:
         ConfigurationError: parameters on another device than the CPU.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clock: Callable[[], float] = own_time,
+    ) -> None:
+        self._clock = clock
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         devices = {one.device.type for one in self._parameters.values()} - {"cpu"}
         if devices:
@@ -132,11 +112,11 @@ class StepMeter:
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled() and not self._stepping:
             self._stepping = True
-            self._began.append(own_time())
+            self._began.append(self._clock())
 
     def _arrival(self, name: str) -> None:
         if self._began:
-            self._now[name] = own_time() - self._began[-1]
+            self._now[name] = self._clock() - self._began[-1]
 
     def _stepped(self, *_: Any) -> None:
         self._stepping = False
@@ -150,12 +130,8 @@ class StepMeter:
         while self._handles:
             self._handles.pop().remove()
 
-    def facts(self, copies: int = 1) -> ModelFacts:
+    def facts(self) -> ModelFacts:
         """What was measured.
-
-        Args:
-            copies: how many ranks computed on the machine at the same time. It does not matter where the clock leaves
-                out what others did.
 
         Raises:
             ConfigurationError: too few steps, or no gradient.
@@ -173,8 +149,7 @@ class StepMeter:
             )
             for name in order
         )
-        alone = sees_queues()
-        return ModelFacts(parameters, steps_s, self._optimizer, 1 if alone else copies)
+        return ModelFacts(parameters, steps_s, self._optimizer)
 
 
 def measure_model(
@@ -183,7 +158,6 @@ def measure_model(
     step: Callable[[], object],
     *,
     seconds: float = 10.0,
-    copies: int = 1,
 ) -> ModelFacts:
     """Call ``step`` for a while, and say what its steps are like.
 
@@ -192,7 +166,6 @@ def measure_model(
         optimizer: optimizer that ``step`` steps.
         step: makes one training step.
         seconds: how long; at least 7 steps are made.
-        copies: how many ranks do the same on this machine at the same time.
 
     Raises:
         ConfigurationError: no finite number of seconds, or steps that cannot be measured.
@@ -223,4 +196,4 @@ def measure_model(
                 )
     finally:
         meter.end()
-    return meter.facts(copies)
+    return meter.facts()

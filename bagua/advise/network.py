@@ -65,10 +65,15 @@ class Cluster:
         return min(1.0, cores / (self.size if self.shared else self.ranks_per_host))
 
     @property
+    def rate_mbit_s(self) -> float:
+        """The slower direction of a link; infinite without a limit."""
+        rates = [rate for rate in (self.link.send_mbit_s, self.link.receive_mbit_s) if rate is not None]
+        return min(rates, default=math.inf)
+
+    @property
     def bytes_per_s(self) -> float:
         """What a host can send while it receives as much; infinite without a limit."""
-        rates = [rate for rate in (self.link.send_mbit_s, self.link.receive_mbit_s) if rate is not None]
-        return min(rates) * 1e6 / 8 * _PAYLOAD if rates else math.inf
+        return self.rate_mbit_s * 1e6 / 8 * _PAYLOAD
 
     @property
     def delay_s(self) -> float:

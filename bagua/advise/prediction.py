@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,12 @@ import torch
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.network import Cluster
 from bagua.advise.simulation import step_seconds
-from bagua.advise.trace import Message, Moment, Rehearsal, Run
-from bagua.errors import ConfigurationError
+from bagua.advise.trace import Rehearsal
 
 #: Nine in ten predictions of docs/advise.md are off by less than this part of the measured time.
 _ERROR = 0.2
 #: What was measured there.
-_RATES_MBIT_S, _DELAYS_MS, _HOSTS = (10.0, 10_000.0), (0.0, 20.0), (2, 4)
+_RATES_MBIT_S, _DELAY_MS, _HOSTS = (10.0, 10_000.0), 20.0, (2, 4)
 _DRAWS = 5
 #: The slowest of more ranks is hardly slower, and their draws would fill the memory.
 _MOST_DRAWN = 10_000
@@ -67,7 +66,7 @@ def predict(
     found = []
     for _ in range(_DRAWS):
         stretches = _stretches(rehearsal, facts, cluster, count, generator)
-        found.append(step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches, facts.copies))
+        found.append(step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches))
     mean = sum(found) / len(found)
     return Prediction(
         rehearsal.name,
@@ -94,49 +93,6 @@ def _stretches(
     return found[:count]
 
 
-def extrapolate(small: Rehearsal, large: Rehearsal, hosts: tuple[int, int, int]) -> Rehearsal:
-    """A rehearsal on more hosts than there can be in one, from two of them: all grows by the host as between these.
-
-    Args:
-        small: rehearsal on the smaller number of hosts.
-        large: rehearsal on the larger one.
-        hosts: the two numbers, and the wanted one.
-
-    Raises:
-        ConfigurationError: other calls are made among more hosts.
-    """
-    few, many, wanted = hosts
-
-    def along(first: float, second: float) -> float:
-        return max(first + (second - first) / (many - few) * (wanted - few), 0.0)
-
-    def item(first: Message | float, second: Message | float) -> Message | float:
-        if isinstance(first, Message) and isinstance(second, Message):
-            ranks, on = round(along(first.ranks, second.ranks)), round(along(first.hosts, second.hosts))
-            return Message(second.kind, along(first.nbytes, second.nbytes), ranks, on)
-        assert not isinstance(first, Message)
-        assert not isinstance(second, Message)
-        return along(first, second)
-
-    if _pattern(small) != _pattern(large):
-        raise ConfigurationError(
-            "other calls are made among more hosts, so what they cost cannot be carried forward",
-            argument="hosts",
-            expected=f"at most {many}",
-            seen=wanted,
-        )
-    runs = tuple(
-        Run(tuple(item(*pair) for pair in zip(one.items, other.items, strict=True)), other.lane)
-        for one, other in zip(small.runs, large.runs, strict=True)
-    )
-    return dataclasses.replace(large, runs=runs, extra_s=along(small.extra_s, large.extra_s))
-
-
-def _pattern(rehearsal: Rehearsal) -> tuple[list[list[str]], list[list[Moment]]]:
-    calls = [[one.kind if isinstance(one, Message) else "" for one in run.items] for run in rehearsal.runs]
-    return calls, [[moment for moment in step if moment.what in ("start", "wait")] for step in rehearsal.steps]
-
-
 def outside_calibration(cluster: Cluster) -> tuple[str, ...]:
     """A phrase for each way in which ``cluster`` is none of those on which the model was tried.
 
@@ -145,25 +101,16 @@ def outside_calibration(cluster: Cluster) -> tuple[str, ...]:
         >>> outside_calibration(Cluster(1000, 1, parse_link("1gbit")))
         ('1000 hosts, tried with 2 to 4',)
     """
-    rate = (
-        None
-        if cluster.bytes_per_s == float("inf")
-        else min(one for one in (cluster.link.send_mbit_s, cluster.link.receive_mbit_s) if one is not None)
-    )
-    found = []
-    if not _HOSTS[0] <= cluster.hosts <= _HOSTS[1]:
-        found.append(f"{cluster.hosts} hosts, tried with {_HOSTS[0]} to {_HOSTS[1]}")
-    if cluster.ranks_per_host > 1:
-        found.append(f"{cluster.ranks_per_host} ranks per host, tried with 1")
-    if rate is None or not _RATES_MBIT_S[0] <= rate <= _RATES_MBIT_S[1]:
-        found.append(
-            f"a link of {'unlimited' if rate is None else f'{rate:g} Mbit/s'}, tried with "
-            f"{_RATES_MBIT_S[0]:g} to {_RATES_MBIT_S[1]:g} Mbit/s"
-        )
-    if cluster.link.send_mbit_s != cluster.link.receive_mbit_s:
-        found.append("a link that is not symmetric")
-    if not _DELAYS_MS[0] <= cluster.link.delay_ms <= _DELAYS_MS[1]:
-        found.append(f"a delay of {cluster.link.delay_ms:g} ms, tried with up to {_DELAYS_MS[1]:g} ms")
-    if cluster.link.loss:
-        found.append("a link that loses packets")
-    return tuple(found)
+    link, rate = cluster.link, cluster.rate_mbit_s
+    told = f"{rate:g} Mbit/s" if math.isfinite(rate) else "unlimited"
+    phrases = {
+        f"{cluster.hosts} hosts, tried with {_HOSTS[0]} to {_HOSTS[1]}": not _HOSTS[0] <= cluster.hosts <= _HOSTS[1],
+        f"{cluster.ranks_per_host} ranks per host, tried with 1": cluster.ranks_per_host > 1,
+        f"a link of {told}, tried with {_RATES_MBIT_S[0]:g} to {_RATES_MBIT_S[1]:g} Mbit/s": not (
+            _RATES_MBIT_S[0] <= rate <= _RATES_MBIT_S[1]
+        ),
+        "a link that is not symmetric": link.send_mbit_s != link.receive_mbit_s,
+        f"a delay of {link.delay_ms:g} ms, tried with up to {_DELAY_MS:g} ms": link.delay_ms > _DELAY_MS,
+        "a link that loses packets": bool(link.loss),
+    }
+    return tuple(phrase for phrase, applies in phrases.items() if applies)

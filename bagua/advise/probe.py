@@ -1,12 +1,11 @@
-"""What calls cost: on this machine between two ranks over Gloo, and among all ranks on a link."""
+"""What calls cost on this machine, between ranks over Gloo."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -16,31 +15,25 @@ from bagua.advise.facts import CallFacts, MachineFacts
 from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messages_of
 from bagua.advise.others import Others
 from bagua.advise.trace import Message
-from bagua.comm import Communicator, Membership, ProcessGroup, create_transport, thread_store
+from bagua.comm import Communicator, Membership, create_transport, thread_store
 
 #: Kinds that are measured, the first of which stands for those that are not here.
 _KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
-#: The same on a link. With a delay, it counts from some packets on whether a connection may have them on their way.
-_LARGE_ON_LINK = (32 * 1024, *_LARGE)
 #: Calls of each kind and size, and of the smallest size. Some of those take ten times as long as the others: Gloo's
 #: thread that reads connections asks again and again for a message, and keeps the core from the thread that takes it.
 _ROUNDS, _SMALL_ROUNDS = 40, 160
 #: Parts of all calls of a kind and size; of their means, the middle one counts.
 _PARTS = 3
-#: On a link: so many at least, and seconds that calls of one kind and size may take; none is made that takes longer.
-_LEAST_ROUNDS, _LINK_S = 3, 1.2
-#: All of them are made so often there: what disturbs the first calls of a process is over when they come again.
-_PASSES = 2
 _TIMEOUT_S = 120.0
 
-_Connected = Callable[[], contextlib.AbstractContextManager[Communicator]]
-_Key = tuple[str, int]
+#: Kind and bytes of a call.
+CallKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class _Usual:
+class UsualCall:
     """What calls of one kind and size took.
 
     Attributes:
@@ -108,14 +101,15 @@ def machine_facts(
         byte_s,
         min(20e-6, message_s),
         local_s / large,
-        cores or _usable_cores(),
+        cores or usable_cores(),
         calls,
         after_calls,
         ranks=ranks,
     )
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -144,14 +138,10 @@ def call_facts(
     step = _Step()
     after_s: list[float] = []
     alone_s = [_usual_step_s(step)]
-    found = _measured(
-        lambda: contextlib.nullcontext(communicator),
-        Cluster(communicator.size),
-        _LARGE,
-        lambda: after_s.append(step()),
-        lambda _: _ROUNDS,
-        busy_clock,
-    )
+    wanted = {(kind, nbytes): _ROUNDS for kind in _KINDS for nbytes in _LARGE}
+    wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in _KINDS}
+    usual = usual_calls(communicator, wanted, lambda: after_s.append(step()), busy_clock)
+    found = facts_of_calls(usual, Cluster(communicator.size), _LARGE, of_cores=busy_clock is not None)
     alone_s.append(_usual_step_s(step))
     return found, max(statistics.fmean(after_s) / min(alone_s), 1.0)
 
@@ -161,63 +151,29 @@ def _usual_step_s(step: Callable[[], float]) -> float:
     return statistics.fmean([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
 
 
-def link_facts(group: ProcessGroup, cluster: Cluster) -> tuple[CallFacts, ...]:
-    """Measure calls one after the other, so that they wait for the link alone.
-
-    Those of each kind and size have connections of their own, as in training, which makes few kinds of calls: how much
-    a connection has on its way depends on what it carried before.
-
-    Args:
-        group: one rank of each host, all of which call this.
-        cluster: the hosts.
-    """
-
-    @contextlib.contextmanager
-    def connected() -> Iterator[Communicator]:
-        made = group.duplicate("probe")
-        try:
-            yield made.global_communicator
-        finally:
-            made.close()
-
-    def rounds(cost: Cost) -> int:
-        seconds = cost.latency_s + cost.link_bytes / cluster.bytes_per_s
-        if seconds > _LINK_S:
-            return 0
-        return min(max(int(_LINK_S / _PASSES / max(seconds, 1e-6)), _LEAST_ROUNDS), _ROUNDS)
-
-    return _measured(connected, cluster, _LARGE_ON_LINK, None, rounds)
+def small_costs(cluster: Cluster, sizes: Sequence[int]) -> dict[CallKey, Cost]:
+    """What calls of all kinds would cost on a machine that is not known yet."""
+    ranks = cluster.hosts
+    return {
+        (kind, nbytes): cost_of(Message(kind, float(nbytes), ranks, ranks), cluster, MachineFacts())
+        for kind in _KINDS
+        for nbytes in sizes
+    }
 
 
-def _measured(
-    connected: _Connected,
-    cluster: Cluster,
-    large: Sequence[int],
-    before: Callable[[], object] | None,
-    rounds: Callable[[Cost], int],
-    busy_clock: Callable[[], float] | None = None,
+def facts_of_calls(
+    usual: Mapping[CallKey, UsualCall], cluster: Cluster, large: Sequence[int], *, of_cores: bool
 ) -> tuple[CallFacts, ...]:
     """Facts of all kinds of calls.
 
     Args:
-        connected: see ``_usual``.
+        usual: what calls took.
         cluster: the hosts.
-        large: bytes of the calls that show what bytes cost.
-        before: see ``_usual``.
-        rounds: says how many calls with such a cost are made; some of the smallest are made in any case.
-        busy_clock: see ``call_facts``.
+        large: bytes of the calls that show what bytes cost; those that were not made are left out.
+        of_cores: whether it was measured for how long ranks kept cores busy.
     """
-    ranks = cluster.hosts
-    costs = {
-        (kind, nbytes): cost_of(Message(kind, float(nbytes), ranks, ranks), cluster, MachineFacts())
-        for kind in _KINDS
-        for nbytes in (SMALL_CALL_BYTES, *large)
-    }
-    wanted = {key: rounds(cost) or _LEAST_ROUNDS * (key[1] <= _LARGE[0]) for key, cost in costs.items()}
-    if before:
-        wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in _KINDS}
-    usual = _usual(connected, wanted, before, busy_clock)
-    most = min(1.0, _usable_cores() / ranks)  # more of a core than that is not there for each
+    ranks, costs = cluster.hosts, small_costs(cluster, large)
+    most = min(1.0, usable_cores() / ranks)  # more of a core than that is not there for each
     found = []
     for kind in _KINDS:
         small = usual[kind, SMALL_CALL_BYTES]
@@ -225,7 +181,7 @@ def _measured(
         points = tuple((costs[kind, one].own_bytes, usual[kind, one].median_s - small.median_s) for one in sizes)
         message_s = small.mean_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks))
         busy, busy_bytes = most, most
-        if busy_clock:
+        if of_cores:
             busy = min(small.busy_s / small.mean_s, most)
             added_s = points[-1][1]
             busy_s = usual[kind, sizes[-1]].busy_s - small.busy_s
@@ -234,39 +190,22 @@ def _measured(
     return tuple(found)
 
 
-def _usual(
-    connected: _Connected,
-    wanted: Mapping[_Key, int],
-    before: Callable[[], object] | None,
+def usual_calls(
+    communicator: Communicator,
+    wanted: Mapping[CallKey, int],
+    before: Callable[[], object] | None = None,
     busy_clock: Callable[[], float] | None = None,
-) -> dict[_Key, _Usual]:
-    """What calls take by kind and size, from the moment when the last rank has come.
+) -> dict[CallKey, UsualCall]:
+    """What calls take by kind and size, from the moment when the last rank has come. They take turns.
 
     Args:
-        connected: connects all ranks, once for calls that take turns, and once for those that follow each other.
+        communicator: ranks, all of which call this.
         wanted: how many calls are made of each kind and size.
-        before: called before each call. Calls then take turns, so that what disturbs meets all of them. Without it, all
-            calls of one kind and size follow each other, and each begins as the one before it ends; all that is made
-            twice, and the lower figure counts.
+        before: called before each call; without it, each begins as the one before it ends.
         busy_clock: see ``call_facts``.
     """
-    turns = [list(wanted)] if before else [[key] for key in wanted] * _PASSES
-    found: dict[_Key, _Usual] = {}
-    for keys in turns:
-        with connected() as communicator:
-            usual = _usual_of_turn(communicator, {key: wanted[key] for key in keys if wanted[key]}, before, busy_clock)
-        found |= {key: min(one, found.get(key, one), key=lambda usual: usual.mean_s) for key, one in usual.items()}
-    return found
-
-
-def _usual_of_turn(
-    communicator: Communicator,
-    wanted: Mapping[_Key, int],
-    before: Callable[[], object] | None,
-    busy_clock: Callable[[], float] | None,
-) -> dict[_Key, _Usual]:
-    calls = {key: _call(communicator, *key) for key in wanted}
-    seconds: dict[_Key, list[float]] = {key: [] for key in calls}
+    calls = {key: _call(communicator, *key) for key in wanted if wanted[key]}
+    seconds: dict[CallKey, list[float]] = {key: [] for key in calls}
     busy_s = dict.fromkeys(calls, 0.0)
     look = busy_clock or (lambda: 0.0)
     for number in range(-1, max(wanted.values(), default=0)):  # The first one of each is not timed.
@@ -285,7 +224,7 @@ def _usual_of_turn(
         by_rank = of_all.view(communicator.size, -1)
         times = by_rank[:, :-1].min(0).values if before else by_rank[:, :-1].mean(0)
         middle_s = statistics.median(float(part.mean()) for part in times.chunk(_PARTS))
-        found[key] = _Usual(middle_s, float(times.median()), float(by_rank[:, -1].mean()))
+        found[key] = UsualCall(middle_s, float(times.median()), float(by_rank[:, -1].mean()))
     return found
 
 

@@ -16,8 +16,7 @@ import threading
 import time
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,21 +151,6 @@ class _Journal:
 _Ran = tuple[_Journal, list[float]]
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what the engine has to say of ranks that all do the same."""
-    log = logging.getLogger("bagua")
-    log.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(_nothing)
-
-
-def _nothing(_: logging.LogRecord) -> bool:
-    return False
-
-
 def rehearse(
     algorithm: Algorithm,
     facts: ModelFacts,
@@ -190,11 +174,15 @@ def rehearse(
     steady = algorithm.exchanges(algorithm.phases[-1])
     steps = _steps_of(algorithm, steady)
     kind = algorithm.optimizer_class
-    with _quietly():
+    log = logging.getLogger("bagua")
+    log.disabled, before = True, log.disabled  # The engine has much to say of ranks that all do the same.
+    try:
         run = functools.partial(_run, algorithm, steady, host_sizes, bucket_bytes, steps)
-        journal, seconds = _run_somehow(run, facts.parameters, sum(host_sizes), algorithm)
-        bare_s = _bare_step_s(facts, adaptive=kind is not None)
+        journal, seconds = _run_somehow(run, facts.parameters, sum(host_sizes))
+    finally:
+        log.disabled = before
     found = _Reading(journal, steps, [host for host, size in enumerate(host_sizes) for _ in range(size)])
+    bare_s = _bare_step_s(facts, adaptive=kind is not None)
     beside_s = statistics.fmean(seconds) - bare_s - found.blocked_s / len(seconds)
     return Rehearsal(
         name or repr(algorithm),
@@ -207,22 +195,13 @@ def rehearse(
 
 
 def _run_somehow(
-    run: Callable[[Sequence[ParameterFacts]], _Ran], parameters: Sequence[ParameterFacts], ranks: int, algorithm: object
+    run: Callable[[Sequence[ParameterFacts]], _Ran], parameters: Sequence[ParameterFacts], ranks: int
 ) -> _Ran:
     """``run``; where a codec finds no meaning in a share of another size, with shares of equal size."""
     try:
         return run(parameters)
     except (IndexError, RuntimeError):
-        alike = [_divisible(one, ranks) for one in parameters]
-    try:
-        return run(alike)
-    except (IndexError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"what its peers would send cannot be made up: {type(error).__name__}: {error}",
-            argument="algorithm",
-            expected="one that takes in what another rank with the same gradients sends",
-            seen=repr(algorithm),
-        ) from error
+        return run([_divisible(one, ranks) for one in parameters])
 
 
 def _divisible(one: ParameterFacts, ranks: int) -> ParameterFacts:
@@ -328,64 +307,49 @@ class _Reading:
     """
 
     def __init__(self, journal: _Journal, steps: int, nodes: Sequence[int]) -> None:
-        self._main = threading.get_ident()
-        self._nodes = nodes
-        began = [at for at, what, _ in journal.marks if what == "begins"]
-        self._began = began[-steps]
-        work = sorted(journal.work, key=lambda one: one.begun)
-        self._work = work
-        self.blocked_s = sum(one.busy_s - journal.busy_before(one) for one in work if one.thread == self._main)
-        starts, waits = self._starts_and_waits(journal)
-        now = sorted(number for number, at in starts.items() if at > self._began)
-        position = {number: index for index, number in enumerate(now)}
-        earlier = [number for number in sorted(starts) if number not in position]
-        known = [self._run_of(work[number], journal) for number in [*earlier, *now]]
-        alike = len(known) % len(now) == 0 if now else False
-        periods = [known[first : first + len(now)] for first in range(0, len(known), len(now))] if alike else []
-        self.runs = tuple(map(_usual, *periods)) if alike else tuple(known[len(earlier) :])
-        events: list[tuple[float, Moment]] = [
-            (at, Moment(what, number))  # type: ignore[arg-type]
-            for at, what, number in journal.marks
-            if at > self._began and what != "begins"
-        ]
-        events += [(starts[number], Moment("start", position[number])) for number in now]
-        for number, at in waits.items():
-            if at > self._began:
-                back = number not in position
-                index = earlier.index(number) - (len(earlier) - len(now)) if back else position[number]
-                if 0 <= index < len(now):
-                    events.append((at, Moment("wait", index, int(back))))
+        self._journal, self._nodes, self._main = journal, nodes, threading.get_ident()
+        began = [at for at, what, _ in journal.marks if what == "begins"][-steps:]
+        self._work = sorted(journal.work, key=lambda one: one.begun)
+        self.blocked_s = sum(one.busy_s - journal.busy_before(one) for one in self._work if one.thread == self._main)
+        starts, waits = self._spans_of("exchanges"), self._spans_of("waits", "wait for ")
+        for number, one in enumerate(self._work):  # Those that nobody has waited for yet.
+            starts.setdefault(number, one.begun)
+        earlier = [number for number in sorted(starts) if starts[number] <= began[0]]
+        now = [number for number in sorted(starts) if starts[number] > began[0]]
+        self.runs = self._runs(earlier, now)
+        events = [(at, Moment(what, number)) for at, what, number in journal.marks if what != "begins"]  # type: ignore[arg-type]
+        events += [(starts[number], Moment("start", index)) for index, number in enumerate(now)]
+        order = [*earlier[-len(now) :], *now] if now else []
+        for index, number in enumerate(order, start=len(now) - len(order)):
+            if number in waits:
+                events.append((waits[number], Moment("wait", index % len(now), int(index < 0))))
         events.sort(key=lambda event: event[0])
         self.steps = tuple(
             tuple(moment for at, moment in events if begins < at < ends)
-            for begins, ends in zip(began[-steps:], [*began[-steps:][1:], float("inf")], strict=True)
+            for begins, ends in zip(began, [*began[1:], math.inf], strict=True)
         )
 
-    def _starts_and_waits(self, journal: _Journal) -> tuple[dict[int, float], dict[int, float]]:
-        """When each run was started and waited for, by its number in the order of the work."""
-        numbers: dict[str, list[int]] = defaultdict(list)
-        for number, one in enumerate(self._work):
-            numbers[one.name.removeprefix("run ")].append(number)
-        starts: dict[int, float] = {}
-        waits: dict[int, float] = {}
-        seen: dict[str, int] = defaultdict(int)
-        for name, begun, track in journal.spans:
-            if track == "waits":
-                own = name.removeprefix("wait for ")
-                if seen[own] < len(numbers[own]):
-                    waits[numbers[own][seen[own]]] = begun
-            elif track == "exchanges":
-                if seen[name] < len(numbers[name]):
-                    starts[numbers[name][seen[name]]] = begun
-                seen[name] += 1
-        for number, one in enumerate(self._work):  # Those that nobody has waited for yet.
-            starts.setdefault(number, one.begun)
-        return starts, waits
+    def _spans_of(self, track: str, prefix: str = "") -> dict[int, float]:
+        """When spans of a track began, by the number of the run that each is about: those of one name come in order."""
+        found: dict[int, float] = {}
+        for name in {one.name for one in self._work}:
+            numbers = [number for number, one in enumerate(self._work) if one.name == name]
+            about = prefix + name.removeprefix("run ")
+            spans = [at for what, at, on in self._journal.spans if on == track and what == about]
+            found.update(zip(numbers, spans, strict=False))
+        return found
 
-    def _run_of(self, work: _Work, journal: _Journal) -> Run:
+    def _runs(self, earlier: Sequence[int], now: Sequence[int]) -> tuple[Run, ...]:
+        """The runs of the last period, with the work as long as it took in the middle of all that are alike."""
+        known = [self._run_of(self._work[number]) for number in [*earlier, *now]]
+        if not now or len(known) % len(now):
+            return tuple(known[len(earlier) :])
+        return tuple(_usual(*known[index :: len(now)]) for index in range(len(now)))
+
+    def _run_of(self, work: _Work) -> Run:
         items: list[Message | float] = []
-        at = journal.busy_before(work)
-        for record, busy_s in journal.calls:
+        at = self._journal.busy_before(work)
+        for record, busy_s in self._journal.calls:
             if work.begun <= record.begun <= work.ended and _is_of(work.label, record):
                 # The call itself takes no time among real ranks that would not be theirs.
                 items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]

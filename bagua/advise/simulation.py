@@ -63,7 +63,7 @@ class _World:
     """All processes of one rank, and its clock.
 
     Attributes:
-        cores: cores that the rank has for itself, as multiples of what it had when it was measured.
+        cores: cores that the rank has for itself; it was measured with one.
         link_bytes_per_s: rate of its host's link.
         burst_bytes: bytes that pass the link at any rate after it was idle.
     """
@@ -142,7 +142,6 @@ class _Rank:
         runs: the runs, and the costs of their messages.
         arrivals_s: seconds from the beginning of a step to each gradient.
         rest_s: seconds from the last gradient to the end of the step.
-        had: cores that it had when it was measured.
         after_calls: factor on what is computed in a step that follows a call.
     """
 
@@ -150,7 +149,6 @@ class _Rank:
     runs: Sequence[tuple[Run, dict[Message, Cost]]]
     arrivals_s: Sequence[float]
     rest_s: float
-    had: float
     after_calls: float = 1.0
     done: set[tuple[int, int]] = field(default_factory=set)
     ended_at: list[float] = field(default_factory=list)
@@ -210,14 +208,13 @@ class _Rank:
     def _send(self, cost: Cost) -> Process:
         yield lambda: self.calls < _GLOO_CALLS
         self.calls += 1
-        yield _Activity(cost.work_s / self.had, "work")
+        yield _Activity(cost.work_s, "work")
         own = cost.own_bytes / cost.link_bytes if cost.link_bytes else 0.0
         limit = 1.0 / (cost.byte_s * own) if cost.byte_s * own else math.inf
         for _ in range(cost.rounds):  # While one call waits for its next message, others have the link.
             yield _Activity(cost.latency_s / cost.rounds, "seconds")
             if own:
-                load = cost.byte_work_s * own / self.had
-                yield _Activity(cost.link_bytes / cost.rounds, "bytes", load=load, limit=limit)
+                yield _Activity(cost.link_bytes / cost.rounds, "bytes", load=cost.byte_work_s * own, limit=limit)
         self.calls -= 1
 
 
@@ -228,7 +225,6 @@ def step_seconds(
     cluster: Cluster,
     machine: MachineFacts,
     stretches: Sequence[float],
-    copies: int = 1,
 ) -> float:
     """Mean seconds of a step, after the first period.
 
@@ -239,17 +235,15 @@ def step_seconds(
         cluster: hosts and links.
         machine: facts that were measured without a network.
         stretches: factor on what is computed, for each step; as many as there are steps in the periods to be simulated.
-        copies: how many ranks computed on the machine when that was measured.
     """
-    had = min(1.0, machine.cores / copies)  # cores that the rank had when it was measured
     cores = machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host)
-    world = _World(cores / had, cluster.bytes_per_s, cluster.burst_bytes)
+    world = _World(cores, cluster.bytes_per_s, cluster.burst_bytes)
     idle_s = rehearsal.steps_alone * step_s
     runs = [
         (run, {message: cost_of(message, cluster, machine, idle_s) for message in run.messages})
         for run in rehearsal.runs
     ]
-    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), had, machine.after_calls)
+    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.after_calls)
     length = len(rehearsal.steps)
     steps = [
         (index // length, rehearsal.steps[index % length], stretch, rehearsal.extra_s)

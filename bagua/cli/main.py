@@ -10,7 +10,7 @@ from bagua import __version__
 #: Of each command, where its function ``main`` is, and what it does.
 _COMMANDS = {
     "advise": (
-        "bagua.cli.advise.command",
+        "bagua.cli.advise",
         "predict which algorithm is the fastest for a script, on a network of any speed",
     ),
     "demo": ("bagua.cli.demo", "train a small language model on this machine, on a few processes"),

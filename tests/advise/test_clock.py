@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
 import pytest
 import torch
 
-from bagua.advise import Message, Run, StepMeter
-from bagua.advise import measure as clock
+from bagua.advise import Message, Run, measure
 from bagua.advise.rehearse import _Journal, _Reading
 from bagua.comm import Call, CallRecord, Place
 
@@ -17,61 +17,40 @@ from bagua.comm import Call, CallRecord, Place
 class Queue:
     """Says how long the calling thread had no core."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.of_parent = False
+    waited_s = 0.0
 
-    def read(self) -> tuple[float, float]:
-        return 1.0, self.seconds
+    def seconds(self) -> float:
+        return self.waited_s
 
 
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    found = Queue()
-    monkeypatch.setattr(clock._own, "statistics", found)
-    return found
-
-
-def test_the_clock_stands_in_the_queue_of_a_core(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_stands_in_the_queue_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_queue", Queue())
+    monkeypatch.setattr(Queue, "waited_s", 3.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
-    queue.seconds = 3.0
-    assert clock.own_time() == 7.0
+    assert measure.own_time() == 7.0
 
 
-def test_a_forked_process_reads_of_its_own_thread(queue: Queue) -> None:
-    queue.seconds, queue.of_parent = 1e9, True
-    assert clock.queued_s() < 1e9
-    assert clock._own.statistics is not queue
+def test_a_forked_process_reads_of_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = measure._Queue()
+    before = queue._descriptor
+    monkeypatch.setattr(queue, "_process", -1)
+    assert queue.seconds() >= 0.0
+    assert queue._process == os.getpid()
+    assert queue._descriptor != before
+    os.close(before)
 
 
 def test_a_system_that_does_not_count_takes_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_FILE", "/proc/there-is-no-such-file")
-    monkeypatch.setattr(clock._own, "statistics", clock._Statistics())
-    assert clock.queued_s() == 0.0
-    assert not clock.sees_queues()
+    monkeypatch.setattr(measure, "_FILE", "/proc/there-is-no-such-file")
+    assert measure._Queue().seconds() == 0.0
 
 
 def test_every_thread_reads_its_own_queue() -> None:
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(clock._own.statistics))
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(measure._queue._descriptor))
     thread.start()
     thread.join()
-    assert found[0] is not clock._own.statistics
-
-
-@pytest.mark.parametrize(("counted", "copies"), [(True, 1), (False, 4)])
-def test_ranks_beside_it_do_not_matter_where_their_time_is_left_out(
-    counted: bool, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bagua.advise.measure.sees_queues", lambda: counted)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meter = StepMeter(model, [optimizer])
-    for _ in range(8):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    meter.end()
-    assert meter.facts(4).copies == copies
+    assert found[0] != measure._queue._descriptor
 
 
 def test_work_of_a_rehearsal_is_what_kept_its_thread_busy() -> None:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from bagua.advise import CallFacts, Cluster, MachineFacts, Message, cost_of
+from bagua.advise import CallFacts, Cluster, MachineFacts, Message
+from bagua.advise.network import cost_of
 from bagua.errors import ConfigurationError
 from bagua.link import LinkSettings, parse_link
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from bagua.advise import CallFacts, Cluster, link_facts, probe, probe_machine
+from bagua.advise import CallFacts, Cluster, probe, probe_machine
 from bagua.comm import get_default_group, get_rank
 from bagua.link import parse_link
 from bagua.testing import ThreadRanks
+from benchmarks import lab_calls
+from benchmarks.lab_calls import link_facts
 
 KINDS = ["allreduce", "allgather", "alltoall", "sendrecv"]
 MEGA = 1024.0 * 1024
@@ -20,6 +21,7 @@ MEGA = 1024.0 * 1024
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_ROUNDS", 3)
     monkeypatch.setattr(probe, "_SMALL_ROUNDS", 3)
+    monkeypatch.setattr(lab_calls, "_MOST_ROUNDS", 3)
 
 
 def on_link(link: str) -> tuple[CallFacts, ...]:
@@ -47,7 +49,7 @@ def usual(before: Callable[[], object] | None) -> dict[tuple[str, int], float]:
     """Mean seconds of three calls of one kind, one of another, and none of a third."""
     wanted = {("allreduce", 64): 3, ("sendrecv", 1024): 1, ("alltoall", 64): 0}
     communicator = get_default_group().global_communicator
-    found = probe._usual(lambda: contextlib.nullcontext(communicator), wanted, before)
+    found = probe.usual_calls(communicator, wanted, before)
     return {key: one.mean_s for key, one in found.items()}
 
 
@@ -76,7 +78,7 @@ def in_turn(*seconds: float) -> Callable[[Callable[[], object]], float]:
 def calls_of_nine() -> tuple[float, float]:
     communicator = get_default_group().global_communicator
     key = ("allreduce", 64)
-    found = probe._usual(lambda: contextlib.nullcontext(communicator), {key: 9}, lambda: None)[key]
+    found = probe.usual_calls(communicator, {key: 9}, lambda: None)[key]
     return found.mean_s, found.median_s
 
 
@@ -89,14 +91,14 @@ def test_the_few_calls_that_take_long_count_as_steps_count_them(monkeypatch: pyt
 def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def usual(
         _: object, wanted: dict[tuple[str, int], int], before: Callable[[], object], __: object
-    ) -> dict[tuple[str, int], probe._Usual]:
+    ) -> dict[tuple[str, int], probe.UsualCall]:
         before()
         # Without a byte 4 s, 1 of which on a core; those of the largest call add 4 s, 2 of them on a core.
-        small, large = probe._Usual(4.0, 3.0, 1.0), probe._Usual(9.0, 7.0, 3.0)
+        small, large = probe.UsualCall(4.0, 3.0, 1.0), probe.UsualCall(9.0, 7.0, 3.0)
         return {key: small if key[1] == 64 else large for key in wanted}
 
-    monkeypatch.setattr(probe, "_usual", usual)
-    monkeypatch.setattr(probe, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(probe, "usual_calls", usual)
+    monkeypatch.setattr(probe, "usable_cores", lambda: 2)
 
     def facts(clock: Callable[[], float] | None) -> CallFacts:
         return probe.call_facts(get_default_group().global_communicator, clock)[0][0]
@@ -110,10 +112,10 @@ def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.Mon
 
 
 def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def usual(_: object, wanted: dict[tuple[str, int], int], *__: object) -> dict[tuple[str, int], probe._Usual]:
-        return {key: probe._Usual(0.5, 0.1 if key[1] == 64 else 0.03, 0.0) for key in wanted}
+    def usual(_: object, wanted: dict[tuple[str, int], int], *__: object) -> dict[tuple[str, int], probe.UsualCall]:
+        return {key: probe.UsualCall(0.5, 0.1 if key[1] == 64 else 0.03, 0.0) for key in wanted}
 
-    monkeypatch.setattr(probe, "_usual", usual)
+    monkeypatch.setattr(lab_calls, "usual_calls", usual)
     for one in ThreadRanks(2).run(on_link, "1gbit")[0]:
         assert [added_s for _, added_s in one.points] == pytest.approx([-0.07] * 4)
 

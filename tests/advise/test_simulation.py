@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.advise import CallFacts, Cluster, MachineFacts, Message, Moment, Rehearsal, Run, max_min_shares, step_seconds
+from bagua.advise import CallFacts, Cluster, MachineFacts, Message, Moment, Rehearsal, Run
+from bagua.advise.simulation import max_min_shares, step_seconds
 from bagua.link import parse_link
 
 MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
@@ -40,12 +41,11 @@ def seconds(
     machine: MachineFacts = MACHINE,
     cluster: Cluster = CLUSTER,
     periods: int = 3,
-    copies: int = 1,
 ) -> float:
     """How long a step takes of those that are made again and again, with the runs that they start."""
     texts = (steps,) if isinstance(steps, str) else steps
     rehearsal = Rehearsal("test", tuple(map(moments, texts)), runs)
-    return step_seconds(rehearsal, ARRIVALS, STEP_S, cluster, machine, [1.0] * (periods * len(texts)), copies)
+    return step_seconds(rehearsal, ARRIVALS, STEP_S, cluster, machine, [1.0] * (periods * len(texts)))
 
 
 def test_without_exchanges_a_step_takes_what_it_computes() -> None:
@@ -141,11 +141,9 @@ def test_messages_keep_a_core_busy() -> None:
         assert found == pytest.approx(STEP_S + added_s)
 
 
-def test_who_was_measured_beside_others_computes_as_it_was_measured() -> None:
-    shared, two_cores = Cluster(4, 1, CLUSTER.link, shared=True), replace(MACHINE, cores=2)
-    for copies, times in ((4, 1), (1, 2)):
-        found = seconds(ALONE, machine=two_cores, cluster=shared, periods=2, copies=copies)
-        assert found == pytest.approx(times * STEP_S)
+def test_hosts_that_are_one_machine_share_its_cores() -> None:
+    shared = Cluster(4, 1, CLUSTER.link, shared=True)
+    assert seconds(ALONE, machine=replace(MACHINE, cores=2), cluster=shared, periods=2) == pytest.approx(2 * STEP_S)
 
 
 def test_what_follows_a_call_is_computed_with_cold_caches() -> None:

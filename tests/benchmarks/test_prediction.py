@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 from benchmarks import prediction
 from benchmarks.grounds import Ground, Grounds
+from benchmarks.lab_calls import lab_cluster
 from benchmarks.prediction import (
     CONTENDERS,
     GRID,
@@ -94,7 +94,6 @@ def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
     facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
     assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
     assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2
-    assert plain_step_s(Ground(replace(facts, copies=4), (), MachineFacts(cores=2)), 4) == 0.1
 
 
 def test_a_pace_changes_all_that_a_processor_does() -> None:
@@ -136,3 +135,11 @@ def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(prediction, "cells_of", no_lab)
     assert main([]) == prediction.NOT_AVAILABLE
     assert "needs root" in capsys.readouterr().err
+
+
+def test_links_of_the_lab_let_some_bytes_pass_at_once() -> None:
+    cluster = lab_cluster(4, 1, parse_link("100mbit"))
+    assert (cluster.hosts, cluster.shared, cluster.burst_bytes) == (4, True, 128 * 1024)
+    # A millisecond at 10 Gbit/s is more than the largest packets; the switch that makes delays has no bucket.
+    assert lab_cluster(2, 1, parse_link("10gbit")).burst_bytes == 1_250_000
+    assert lab_cluster(2, 1, parse_link("100mbit,20ms")).burst_bytes == 0

@@ -1,0 +1,215 @@
+"""``bagua advise``: which algorithm is the fastest for a script on a network."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.advise import LEAST_STEPS, Advice, Cluster, ModelFacts, StepMeter, probe_machine, rehearse_all, weigh
+from bagua.algorithms import registry
+from bagua.cli.arguments import link, positive, seconds
+from bagua.cli.interrupts import terminated_like_interrupted
+from bagua.engine import Reducer, start_listeners
+from bagua.errors import BaguaError, UnsupportedAlgorithmException
+from bagua.link import parse_link
+
+NOT_MEASURED = NOT_WRITTEN = 1
+INTERRUPTED = 130
+EXAMPLES = """\
+  bagua advise --hosts 4 --link 50mbit,20ms train.py --epochs 1
+  bagua advise --hosts 2 --ranks-per-host 4 --link 1gbit train.py
+
+The script calls bagua as usual. It is trained without a network for --seconds, and ended then. Its time does not
+depend on --link, so ask for all links that you think of.
+"""
+
+
+class _NotMeasuredError(Exception):
+    """Why there is nothing to predict from."""
+
+
+class _EndOfScript(SystemExit):
+    """Ends the script in order."""
+
+
+class _ScriptMeter:
+    """Waits for the script to wrap a model, and measures its steps.
+
+    Args:
+        wanted: seconds, and names of algorithms that the script must have registered when it wraps the model.
+
+    Attributes:
+        meter: measures the steps; None before the script wraps a model.
+        problem: why the script was ended without a measurement; empty if it was not.
+    """
+
+    def __init__(self, wanted: argparse.Namespace) -> None:
+        self._wanted = wanted
+        self._until = 0.0
+        self.meter: StepMeter | None = None
+        self.problem = ""
+
+    def __call__(self, reducer: Reducer) -> None:
+        """Training starts. The first model is the one that is measured."""
+        if self.meter is not None or not reducer.optimizers:
+            return
+        try:
+            for name in self._wanted.algorithms or ():
+                registry.get(name)
+        except UnsupportedAlgorithmException as error:
+            self.problem = f"{error} An algorithm of your own must be registered before the model is wrapped."
+            raise _EndOfScript(0) from None
+        self.meter = StepMeter(reducer.module, reducer.optimizers)
+        self._until = time.monotonic() + self._wanted.seconds
+        reducer.optimizers[0].register_step_post_hook(self._stepped)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were measured."""
+        return 0 if self.meter is None else self.meter.steps
+
+    def _stepped(self, *_: Any) -> None:
+        if self.steps >= LEAST_STEPS and time.monotonic() >= self._until:
+            raise _EndOfScript(0)
+
+    def facts(self) -> ModelFacts:
+        """What was measured."""
+        if self.meter is None:
+            raise _NotMeasuredError(
+                self.problem
+                or "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) "
+                "in it, or call bagua.torch_api.advise(model, optimizer, step) from Python"
+            )
+        self.meter.end()
+        if self.steps < LEAST_STEPS:
+            raise _NotMeasuredError(
+                f"the script made {self.steps} steps after the first ones; at least {LEAST_STEPS} are needed"
+            )
+        return self.meter.facts()
+
+
+def _name(text: str) -> str:
+    """A name that an algorithm may have. Which ones there are is known when the script has registered its own."""
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{text} is a script: put -- before it, to end the names of algorithms")
+    return text
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="bagua advise",
+        description="Predict how long a step of a script takes with each algorithm, on hosts with links of any speed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--hosts", type=positive, default=2, metavar="N", help="default 2")
+    add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
+    add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%]", help="default 1gbit")
+    add("--seconds", type=seconds, default=15.0, metavar="S", help="how long the script is trained; default 15")
+    add("--algorithms", nargs="+", type=_name, metavar="NAME", help="default: all; end them with --")
+    add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
+    add("--out", type=Path, default=Path("bagua_advice.json"), metavar="FILE", help='for Algorithm.init("auto")')
+    add("-m", dest="module", action="store_true", help="the script is a module")
+    add("script", help="a Python script that calls bagua")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the script, predict, and say what to take.
+
+    Args:
+        arguments: words that follow ``bagua advise`` on the command line.
+
+    Returns:
+        0; 1 where nothing could be measured, or a file not written; 130 after Ctrl-C or SIGTERM.
+    """
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"{options.out}: there is no such folder")
+    if options.out.is_dir():
+        parser.error(f"{options.out} is a folder; name a file")
+    before = threading.enumerate()
+    status = _advise(options)
+    if any(not thread.daemon for thread in threading.enumerate() if thread not in before):
+        sys.stdout.flush()
+        os._exit(status)  # A thread of the script may never end.
+    return status
+
+
+def _advise(options: argparse.Namespace) -> int:
+    cluster = Cluster(options.hosts, options.ranks_per_host, options.link)
+    if cluster.size < 2:
+        print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
+        return NOT_MEASURED
+    try:
+        with terminated_like_interrupted():
+            advice = _advice(options, cluster)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (_NotMeasuredError, BaguaError) as error:
+        print(f"bagua advise: {error}", file=sys.stderr)
+        return NOT_MEASURED
+    print(advice.table())
+    try:
+        advice.save(options.out, may_differ=options.may_differ)
+    except OSError as error:
+        print(f"bagua advise: {error}", file=sys.stderr)
+        return NOT_WRITTEN
+    print(f'written: {options.out}, which Algorithm.init("auto") reads')
+    return 0
+
+
+def _advice(options: argparse.Namespace, cluster: Cluster) -> Advice:
+    facts = measure_script(options)
+    print(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms", file=sys.stderr)
+    rehearsals, refusals = rehearse_all(facts, options.hosts, options.ranks_per_host, options.algorithms)
+    return weigh(rehearsals, refusals, facts, cluster, probe_machine())
+
+
+def measure_script(options: argparse.Namespace) -> ModelFacts:
+    """Train the script alone for a while, with one thread, as ranks that share a host do."""
+    listener, before = _ScriptMeter(options), (list(sys.argv), list(sys.path))
+    start_listeners.append(listener)
+    torch.set_num_threads(1)
+    sys.argv = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
+    try:
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(options.script).resolve().parent)
+            runpy.run_path(options.script, run_name="__main__")
+    except _EndOfScript:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0) and listener.steps < LEAST_STEPS:
+            problem = f"the script ended with exit status {end.code} before {LEAST_STEPS} steps were measured"
+            raise _NotMeasuredError(problem) from None
+    except Exception as error:  # noqa: BLE001 - whatever a script raises
+        traceback.print_exc()
+        raise _NotMeasuredError(_why(error)) from None
+    finally:
+        start_listeners.remove(listener)
+        sys.argv, sys.path = before
+    return listener.facts()
+
+
+def _why(error: Exception) -> str:
+    text = f"the script failed: {type(error).__name__}: {error}"
+    if "CUDA" in str(error) or "NVIDIA" in str(error):
+        text += ". It needs a GPU, and advise measures on the CPU of this machine: give it an option for the CPU"
+    return text
