@@ -274,6 +274,22 @@ def train_beside(algorithm: Algorithm, data: int) -> Snapshot:
     return loop.train(9)
 
 
+def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
+    """With the exact mean in each gossip step."""
+    ranks = Replicas(2)
+    anchor, slow = ranks.mean, torch.zeros_like(ranks.mean)
+    for number in range(9):
+        before = ranks.rows
+        ranks.step(number)
+        ranks.rows = before.mean(dim=0) + ranks.rows - before
+        if number % 3 == 2:
+            slow = 0.5 * slow + (anchor - ranks.mean) / 0.1
+            ranks.rows = anchor = anchor - 0.1 * slow
+    results = thread_ranks(2, train_for, GOSSIP_SLOWMO, 9)
+    assert_same_on_all_ranks(results)
+    ranks.assert_equals(results)
+
+
 class Halves(nn.Module):
     """A model whose second half is used in every other step."""
 
