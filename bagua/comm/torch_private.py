@@ -19,6 +19,8 @@ from bagua.errors import TransportUnavailableError
 
 #: What C++ takes for a work. Subclasses in Python are called back through it; a public class for that is not there.
 Work = dist._Work
+#: A backend in C++, which subclasses in Python may stand for from torch 2.14 on.
+CppBackend = torch._C._distributed_c10d.Backend
 #: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its factor.
 make_premul_sum = dist._make_nccl_premul_sum
 
@@ -151,9 +153,10 @@ _LEFT_TO_TORCH = frozenset(
     {"rank", "size", "name", "boxed", "unbox", "merge_remote_group", "monitored_barrier"}
     | {"use_pg_for_symm_mem_rendezvous"}
 )
-#: From torch 2.15 on; none of them communicates.
+#: From torch 2.14 on: none of the first communicates, the last three call the methods that we have.
 _LEFT_TO_LATER_TORCH = frozenset(
-    {"get_backend", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"}
+    {"get_backend", "register_abort_hook", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"}
+    | {"allgather_into_tensor_coalesced", "alltoall_base", "reduce_scatter_tensor_coalesced"}
 )
 #: C++ calls groups by these names, too.
 _CALLS_WITH_UNDERSCORE = frozenset({"_allgather_base", "_reduce_scatter_base"})

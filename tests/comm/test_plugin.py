@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import REPOSITORY, environment, free_port
+from tests.launching import PATIENCE_S, REPOSITORY, environment, free_port
 from tests.versions import TORCH, needs
 
 pytestmark = pytest.mark.solo
@@ -28,7 +28,7 @@ ALONE = MEET.format(arguments=", store=dist.HashStore(), rank=0, world_size=1")
 def ended(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command, path = [sys.executable, *arguments], variables.pop("PYTHONPATH", str(REPOSITORY))
     variables = {**environment(), **variables, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, check=False)
 
 
 def test_what_is_registered_costs_little_and_imports_the_rest_later() -> None:

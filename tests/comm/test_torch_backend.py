@@ -62,14 +62,14 @@ def test_survivors_of_a_killed_rank_name_it(pool: ProcessRanks, port: int) -> No
 @pytest.mark.parametrize(
     ("nodes", "call"),
     [
-        *(((0, 1, 2), call) for call in ("allreduce", "send", "tagged", "tagged send", "sparse")),
+        *(((0, 1, 2), call) for call in ("allreduce", "send")),
         *(((0, 0, 0), call) for call in ("allreduce", "send")),
     ],
 )
 def test_a_rank_that_dies_before_gloo_has_connected_it(
     pool: ProcessRanks, port: int, nodes: tuple[int, ...], call: str
 ) -> None:
-    """Gloo connects two ranks at their first call, and knows no deadline there (gloo#520)."""
+    """Gloo may connect two ranks at their first call, and knows no deadline there (gloo#520)."""
     *survivors, lost = pool.outcomes(ranks.die_before_the_first_call, port, nodes, call, size=len(nodes))
     assert isinstance(lost.error, RankDiedError)
     for survivor in survivors:

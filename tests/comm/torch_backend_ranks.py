@@ -671,10 +671,6 @@ def die_before_the_first_call(port: int, nodes: tuple[int, ...], call: str) -> f
         calls = {
             "allreduce": lambda: dist.all_reduce(tensor),
             "send": lambda: (dist.send(tensor, lost), dist.recv(tensor, lost)),
-            "tagged": lambda: dist.recv(tensor, lost, tag=5),
-            "tagged send": lambda: dist.send(tensor, lost, tag=5),
-            "sparse": lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         }
-        error = raised(RuntimeError, calls[call])
-        assert isinstance(error, CommunicationError) or call in ("tagged", "tagged send", "sparse"), error
+        raised(CommunicationError, calls[call])
         return time.monotonic() - began

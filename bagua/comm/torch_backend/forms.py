@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from bagua.comm.torch_backend.hooks import hookable
 from bagua.comm.torch_private import method_of
 from bagua.errors import InvalidTypeError
 
@@ -61,6 +62,8 @@ def takes(
     told_by = 1 if lists[:1] == ("lists",) else 0
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        made = hookable(method)
+
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             usual = len(arguments) == count and type(arguments[-1]) is options and not keywords
@@ -69,7 +72,7 @@ def takes(
                 arguments = _usual(method.__name__, options, lists, parsed, arguments, keywords)
             if not anywhere and (other := self.elsewhere(arguments[told_by])):
                 return method_of(other, method.__name__)(*arguments)
-            return method(self, *arguments)
+            return made(self, *arguments)
 
         return call
 

@@ -25,6 +25,7 @@ from bagua.comm.lifetime.forks import leak
 from bagua.comm.operands import as_seconds, check_rank
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_backend.forms import takes
+from bagua.comm.torch_backend.hooks import HAS_HOOKS, Passage, hookable
 from bagua.comm.torch_backend.reconfiguration import MeetingPoint, meet
 from bagua.comm.torch_backend.starter import CallStarter, Connected
 from bagua.comm.torch_backend.work import TorchWork
@@ -121,11 +122,16 @@ class TorchGroup(dist.ProcessGroup):
         #: Groups that torch made of this one.
         self.offspring: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
         self._point = MeetingPoint()
+        #: Through which watched calls go; None where torch has no hooks.
+        self.passage: Passage | None = None
 
     def register(self) -> None:
         """Give torch the backends that it asks for by device."""
         self._set_default_backend(_GLOO)
-        for device_type, backend in self._starter.torch_backends.items():
+        backends = dict(self._starter.torch_backends)
+        if HAS_HOOKS:
+            backends["cpu"] = self.passage = Passage(backends["cpu"])
+        for device_type, backend in backends.items():
             self._register_backend(torch.device(device_type), _GLOO if device_type == "cpu" else _NCCL, backend)
 
     def disown(self) -> None:
@@ -149,13 +155,25 @@ class TorchGroup(dist.ProcessGroup):
     def new_window(self, *_: object) -> None:
         """Refuse what torch 2.15 asks of groups of C++: it would meet the stand-in."""
         raise ConfigurationError(
-            "groups of backend bagua have no hooks around calls and no windows",
+            "groups of backend bagua have no windows",
             argument="group",
             expected="a group of backend gloo or nccl for these",
             seen="a group of backend bagua",
         )
 
-    register_pre_hook = register_post_hook = register_abort_hook = new_window
+    def register_pre_hook(self, *arguments: Any) -> None:
+        """Have torch call a hook before each call on CPU tensors; torch has hooks from 2.14 on."""
+        self._watched_with("register_pre_hook", arguments)
+
+    def register_post_hook(self, *arguments: Any) -> None:
+        """Have torch call a hook after the start of each call on CPU tensors."""
+        self._watched_with("register_post_hook", arguments)
+
+    def _watched_with(self, method: str, arguments: tuple[Any, ...]) -> None:
+        register = getattr(super(), method)  # An older torch lacks it.
+        if self.passage is not None:
+            self.passage.watched = True
+        register(*arguments)
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         """Number of this process in the group."""
@@ -229,6 +247,8 @@ class TorchGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Break all connections, from any thread; peers get an error that says so."""
+        if self.passage is not None:
+            self.passage.fire_abort_hooks()
         self._starter.abort("torch.distributed aborted the group")
 
     def shutdown(self) -> None:
@@ -380,10 +400,12 @@ class TorchGroup(dist.ProcessGroup):
             return other.barrier(opts)
         return self._make(opts, [], Communicator.barrier)
 
+    @hookable
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
         """Send a tensor to one rank."""
         return self._message("send", self._starter.messages.send, tensors, tag, dstRank)
 
+    @hookable
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
         """Receive a tensor from one rank."""
         return self._message("recv", self._starter.messages.recv, tensors, tag, srcRank)
@@ -451,6 +473,7 @@ class TorchGroup(dist.ProcessGroup):
         """Send one tensor to each rank and receive one from each; sizes may differ."""
         return self._make(opts, outputs, alltoall_tensors, outputs, tensors)
 
+    @hookable
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive the next message of any rank; ``_source_rank()`` of the work says which one sent it."""
         return self._message("recv_anysource", self._starter.messages.recv_any, tensors, tag)
@@ -473,9 +496,10 @@ class TorchGroup(dist.ProcessGroup):
     # Names before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    if not HAS_HOOKS:  # A call that passes through C++ would find these there, and begin anew.
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        alltoall_base = all_to_all_single
     gather_into_tensor = gather_single
 
 
