@@ -15,8 +15,10 @@ from bagua.errors import (
     CommunicationError,
     CommunicatorClosedError,
     PeerLostError,
+    StoreLostError,
     TransportUnavailableError,
 )
+from bagua.membership.closing import Closing
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Acts
 from bagua.membership.state import MemberState
@@ -40,6 +42,8 @@ class Counterparts:
         donor: part that offers the state of this rank.
         receiver: part that fetches it, if this island is a newcomer.
         busy: True while a call waits for other islands.
+        closing: cells that close exchanges, through a bucket; None where a barrier does.
+        exchange: number of the exchange that was begun last.
     """
 
     def __init__(self, state: MemberState, store: Store, backend: str, tell: Callable[[Epoch], None]) -> None:
@@ -47,8 +51,10 @@ class Counterparts:
         self._connecting = PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
         bucket = bucket_of(store)
         self.donor, self.receiver = Donor(state, bucket), Receiver(state, bucket)
+        self.closing = None if bucket is None else Closing(state.cells, state.seat)
         self._sent_before = 0
         self.busy = False
+        self.exchange = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -107,23 +113,26 @@ class Counterparts:
             meet_s=deadlines.meet_s, look=look, connecting=self._connecting,
         )  # fmt: skip
 
-    def _attempt(self, _: object) -> None:
-        """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
+    def _attempt(self, number: int) -> None:
+        """Agree on samples, and run the exchange: a rank that has the result has heard what all have said."""
         attempt, samples = self._state.attempt, self._state.samples
         assert attempt is not None
+        self.exchange = number
         self.donor.settle()
         with self.call() as group:
-            attempt(group)
             if samples is not None:
                 told = torch.empty(group.size, dtype=torch.int64)
                 group.global_communicator.allgather(told, torch.tensor([samples.said()]))
                 samples.hear(dict(zip(group.ranks, told.tolist(), strict=True)))
+            attempt(group)
 
     # From the thread that gives signs of life.
 
     def watch(self) -> None:
         """End a call that waits for a member that is gone, or that has stopped."""
         link = self._state.link
+        if self.closing is not None:
+            self.closing.tidy()
         if not self.busy or link is None:
             return
         epoch, group = link
@@ -131,13 +140,23 @@ class Counterparts:
         gone = {seat: why for seat, why in roster.gone(epoch.number).items() if seat in epoch.members}
         reports = roster.reports(epoch.number)
         # Who rests before this exchange does not come to it; who rests after it has sent its part.
-        entered = 0 if self._state.standing is None else self._state.standing.entered
-        stopped = [seat for seat, one in reports.items() if not one.resting or one.held < entered]
-        if gone:
-            seat, why = next(iter(gone.items()))
-            group.abort(why, seat)
-        elif stopped or self._state.is_over(epoch):
+        number = self.exchange
+        stopped = [seat for seat, one in reports.items() if not one.resting or one.held < number]
+        if self._state.is_over(epoch):
             group.abort("it went on to the next epoch")
+        elif (gone or stopped) and not self._counts(epoch, number):
+            seat, why = next(iter(gone.items()), (None, "it went on to the next epoch"))
+            group.abort(why, seat)
+
+    def _counts(self, epoch: Epoch, number: int) -> bool:
+        """Whether all that an exchange needs is in the bucket, or may be: then nobody has to come for it."""
+        if self.closing is None:
+            return False
+        try:
+            return self.closing.close(epoch, number, counts=False)
+        except StoreLostError as error:
+            self._state.trouble = error.problem
+            return True
 
     def abort(self, reason: str) -> None:
         """End whatever waits for other islands, from any thread."""

@@ -4,7 +4,9 @@ An epoch is a cell of the store that is written once: the process that comes fir
 is written. A member whose exchange failed says so once, in a report, and obeys nothing but the next epoch from then on.
 So no order of events lets two members apply different results for one exchange:
 
-* A result is applied after a barrier, hence only if all members of the epoch hold it.
+* A result is applied after a barrier, hence only if all members of the epoch hold it. Through a bucket a cell closes
+  each exchange instead: who has the result claims that it counts, who stops claims that it does not, and all do what
+  the cell says. Who stops without a result that counts reports that it has no state, and is left out.
 * The next epoch says up to which exchange results count: ``base``, the last one that all who stay hold. What somebody
   has applied, all hold, so no member has applied more than that.
 """
@@ -56,7 +58,7 @@ class StopReport(NamedTuple):
         epoch: number of the epoch.
         held: number of the last exchange whose result it holds.
         resting: it is between two steps, with everything applied, and not in an exchange.
-        complete: it has the state. A newcomer that has not has no say.
+        complete: it has the state. Who has not has no say: a newcomer, or one that misses a result that counts.
         lost: seats whose connections refused it.
     """
 
@@ -114,11 +116,11 @@ class Standing(NamedTuple):
         assert self.applied == self.held - 1, self
         return self._replace(applied=self.held)
 
-    def stop(self, *, resting: bool = False, lost: Collection[int] = ()) -> Standing:
+    def stop(self, *, resting: bool = False, lost: Collection[int] = (), complete: bool = True) -> Standing:
         """It takes part in this epoch no more."""
         if self.report is not None:
             return self
-        return self._replace(report=StopReport(self.epoch.number, self.held, resting, True, tuple(sorted(lost))))
+        return self._replace(report=StopReport(self.epoch.number, self.held, resting, complete, tuple(sorted(lost))))
 
     def follow(self, epoch: Epoch) -> Standing:
         """The next epoch was written, and this member is in it: results up to its base count, and no others."""

@@ -111,16 +111,23 @@ class Participant:
                 peers=epoch.members,
                 advice="Choose another name= for another run.",
             )
-        return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange{self._whose(epoch)}"
+        if self._counterparts.closing is not None:
+            self._refuse_leftovers(epoch)
+        return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange"
 
-    def _whose(self, epoch: Epoch) -> str:
-        """Whose run it is, if nobody is left of it: a bucket keeps what a run leaves that was killed."""
+    def _refuse_leftovers(self, epoch: Epoch) -> None:
+        """A bucket keeps what a run leaves that was killed: who finds that comes to nobody, and is told whose it is."""
         roster = self._state.roster
         others = [seat for seat in epoch.members if seat != self._state.seat]
         if set(others) - roster.gone(-1).keys():
-            return ""
+            return
         hosts = "; ".join(f"seat {seat} was {roster.records[seat].host}" for seat in others)
-        return f", but all of them are gone ({hosts}): choose another name=, or delete what they left"
+        raise TooFewMembersError(
+            f"another run left objects of this name, and all of its members are gone ({hosts})",
+            rank=self._state.seat,
+            peers=others,
+            advice=f"Choose another name=, or delete what it left: bagua islands clean {self._state.cells.where}",
+        )
 
     def _catch_up(self, epoch: Epoch) -> bool:
         """Receive the state of the last exchange before coming in, if it is not here; whether it was received."""
@@ -230,22 +237,45 @@ class Participant:
         return self._state.contributed, self._state.called
 
     def _attempt(self) -> bool:
-        """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
-        failure = self._island.do("attempt")
+        """Whether the exchange has happened, for all members. The island holds what all of its ranks hold.
+
+        Through a bucket all tell what they have to tell before it: a member whose contribution is there is not needed.
+        """
+        number, closes = self._standing.entered, self._counterparts.closing is not None
+        self._counterparts.exchange = number
+        failure = (self._hear() if closes else None) or self._island.do("attempt", number)
+        if failure is None and closes and not self._close(counts=True):
+            failure = FailedAct("another member stopped before it had the result")
+        if failure is None:
+            self._state.standing = self._standing.hold()
+            failure = None if closes else self._hear()
         if failure is not None:
             self._stop(failure)
-            return False
-        self._state.standing = self._standing.hold()
-        try:
-            self._state.called = self._pass_barrier()
-        except LOSSES as error:
-            self._stop(FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ()))
             return False
         self._state.standing = self._standing.apply()
         return True
 
+    def _hear(self) -> FailedAct | None:
+        """Pass the barrier, and keep what it told; why it was not passed, if it was not."""
+        try:
+            self._state.called = self._pass_barrier()
+        except LOSSES as error:
+            return FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ())
+        return None
+
+    def _close(self, *, counts: bool) -> bool:
+        """What the cell says that closes the exchange, as soon as the store answers."""
+        closing, started = self._counterparts.closing, time.monotonic()
+        assert closing is not None
+        while True:
+            try:
+                return closing.close(self._standing.epoch, self._standing.entered, counts=counts)
+            except StoreLostError as error:
+                self._state.trouble = error.problem
+            self._wait(started)
+
     def _pass_barrier(self) -> bool:
-        """Wait until all members hold the result, from what they hold alike; whether one of them sees a newcomer."""
+        """Wait for all members, and compare what they hold alike; whether one of them sees a newcomer."""
         with self._counterparts.call() as group:
             told = torch.tensor([len(self._strangers()), *self._alike.told])
             heard = told.new_empty(group.size * told.numel())
@@ -317,8 +347,14 @@ class Participant:
     # From one epoch to the next.
 
     def _stop(self, failure: FailedAct, *, resting: bool = False) -> None:
-        """Say that this island takes part in this epoch no more."""
-        self._state.standing = self._standing.stop(resting=resting, lost=set(failure.lost) - {self._state.seat})
+        """Say that this island takes part in this epoch no more.
+
+        Through a bucket no exchange comes to count after that. One that counts, and whose result is not here, ends it.
+        """
+        standing, closes = self._standing, self._counterparts.closing is not None
+        misses = closes and standing.entered > standing.applied and self._close(counts=False)
+        lost = set(failure.lost) - {self._state.seat}
+        self._state.standing = standing.stop(resting=resting, lost=lost, complete=not misses)
         self._state.tell(report=self._standing.report)
 
     def _change(self) -> None:

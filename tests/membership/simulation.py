@@ -3,6 +3,10 @@
 The steps of members are those of ``bagua.membership.epochs``; what is simulated is who makes the next step, and who
 dies, stops, wakes, is taken for dead while it is well, or comes. An actor is an island: each rank of it exchanges with
 its counterparts, in any order, and what the island holds all of them hold.
+
+Through a bucket, each put, each get and each claim is a step of its own, so members die and stop before and after each.
+A request of a member that dies may arrive later. A store that answers late, or with an old list, or is asked twice,
+adds no world: no member decides anything because it has not found something, but by a claim.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ class Actor(NamedTuple):
     failed_in: int = 0  # of a newcomer: epoch in which it reported that it got no state
     ranks: tuple[int, ...] = ()  # how far each rank is in the attempt that is under way, or was the last one
     has: int = -1  # of a newcomer: number of the exchange whose state it has received
+    asked: bool = False  # it has claimed what becomes of the exchange, and has heard no answer yet
 
 
 class World(NamedTuple):
@@ -41,6 +46,7 @@ class World(NamedTuple):
     held: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): it holds the result
     calls: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that somebody waits
     silent: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that nobody does
+    closed: frozenset[tuple[int, int, bool]]  # (epoch, exchange, counts): the cell that closes it through a bucket
 
 
 class Rules(NamedTuple):
@@ -57,6 +63,9 @@ class Rules(NamedTuple):
     #: Newcomers can receive the state before they come in, and again if others went on.
     early: bool = True
     stale: bool = False  # found wrong: who has the state of an earlier exchange comes in, too
+    bucket: bool = False
+    cuts: bool = True  # an attempt may fail although nobody is gone
+    asks: bool = True  # found wrong without: who stops asks first whether the exchange counts
 
 
 Move = tuple[str, World]
@@ -75,7 +84,7 @@ def start(rules: Rules) -> World:
     first = Epoch(1, seats)
     actors = [Actor(UP, Standing(seat, first), 1) for seat in seats] + [Actor(UP, None, 0)] * rules.comers
     nothing: frozenset = frozenset()
-    return World(tuple(actors), (first,), rules.faults, nothing, nothing, nothing, nothing)
+    return World(tuple(actors), (first,), rules.faults, nothing, nothing, nothing, nothing, nothing)
 
 
 def moves(world: World, rules: Rules) -> Iterator[Move]:
@@ -83,6 +92,8 @@ def moves(world: World, rules: Rules) -> Iterator[Move]:
     for seat, actor in enumerate(world.actors):
         if actor.how == STOPPED:
             yield f"wake {seat}", _with(world, seat, actor._replace(how=UP))
+        if actor.how == DEAD and rules.bucket and _is_in_attempt(actor):
+            yield from _late(world, seat, actor, actor.standing)
         if actor.how != UP:
             continue
         if world.faults:
@@ -148,7 +159,7 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
     epoch, number = standing.epoch, standing.epoch.number
     if standing.held < standing.entered:
         yield from _in_attempt(world, seat, actor, standing, rules)
-        yield from _after_attempt(world, seat, actor, standing, rules)
+        yield from (_closing if rules.bucket else _after_attempt)(world, seat, actor, standing, rules)
         return
     if not rules.together:
         yield from _in_attempt(world, seat, actor, standing, rules)
@@ -159,15 +170,15 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
             yield f"rest {seat}", _with(world, seat, actor._replace(standing=standing.stop(resting=True)))
         if not called and standing.applied < rules.exchanges:
             entered = standing.enter()
-            ranks = (SENT, *[COMING] * (rules.ranks - 1))
-            sent = world.sent | {(number, seat, entered.entered, 0)}
+            ranks = (COMING if rules.bucket else SENT, *[COMING] * (rules.ranks - 1))
+            sent = world.sent if rules.bucket else world.sent | {(number, seat, entered.entered, 0)}
             yield f"enter {seat}", _with(world, seat, actor._replace(standing=entered, ranks=ranks))._replace(sent=sent)
     elif all((number, other, standing.held) in world.held for other in epoch.members):
         yield from _pass_barrier(world, seat, actor, number, standing.held)
     broken = _with(world, seat, actor._replace(standing=standing.stop()))
     if any(_has_failed(other, number) for other in others):
         yield f"break {seat}", broken
-    elif world.faults and len(epoch.members) > 1:
+    elif world.faults and rules.cuts and len(epoch.members) > 1:
         yield f"cut {seat}", broken._replace(faults=world.faults - 1)
 
 
@@ -182,9 +193,11 @@ def _in_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules
             yield f"reduce {seat}.{rank}", _with(world, seat, _moved(actor, rank, HAS_RESULT))
         if how in (COMING, SENT):
             broken = _with(world, seat, _moved(actor, rank, FAILED))
-            if any(_refuses(world.actors[other], number, rank) for other in members if other != seat):
+            over = _verdict(world, number, exchange) is False or len(world.cells) > number
+            refused = any(_refuses(world.actors[other], number, rank) for other in members if other != seat)
+            if over if rules.bucket else refused:
                 yield f"break {seat}.{rank}", broken
-            elif world.faults and len(members) > 1:
+            elif world.faults and rules.cuts and len(members) > 1:
                 yield f"cut {seat}.{rank}", broken._replace(faults=world.faults - 1)
 
 
@@ -199,6 +212,61 @@ def _after_attempt(world: World, seat: int, actor: Actor, standing: Standing, ru
         yield f"hold {seat}", _with(world, seat, after)._replace(held=held)
     elif COMING not in actor.ranks and SENT not in actor.ranks:
         yield f"give up {seat}", _with(world, seat, actor._replace(standing=standing.stop()))
+
+
+def _verdict(world: World, number: int, exchange: int) -> bool | None:
+    return next((counts for *place, counts in world.closed if place == [number, exchange]), None)
+
+
+def _claimed(world: World, number: int, exchange: int, counts: bool) -> World:
+    first = _verdict(world, number, exchange) is None
+    return world._replace(closed=world.closed | {(number, exchange, counts)}) if first else world
+
+
+def _closing(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
+    """Whoever takes part, and sees somebody gone, claims that the exchange does not count. All obey the cell."""
+    number, exchange, members = standing.epoch.number, standing.entered, standing.epoch.members
+    verdict = _verdict(world, number, exchange)
+    if verdict is None:
+        if any(_has_failed(world.actors[other], number) for other in members if other != seat):
+            yield f"ask {seat}", _claimed(world, number, exchange, False)
+        elif world.faults and len(members) > 1:
+            yield f"suspect {seat}", _claimed(world, number, exchange, False)._replace(faults=world.faults - 1)
+    if COMING in actor.ranks or SENT in actor.ranks:
+        return
+    holds = FAILED not in actor.ranks
+    if not holds and not rules.asks:
+        yield f"give up {seat}", _with(world, seat, actor._replace(standing=standing.stop()))
+    elif not actor.asked:
+        claimed = _claimed(world, number, exchange, holds)
+        yield f"claim {seat} {holds}", _with(claimed, seat, actor._replace(asked=True))
+    elif not verdict:
+        yield f"give up {seat}", _with(world, seat, actor._replace(standing=standing.stop(), asked=False))
+    elif holds:
+        after = actor._replace(standing=standing.hold(), made=number, asked=False)
+        yield from _pass_barrier(world, seat, after, number, exchange)
+    elif not rules.cuts and len(world.cells) == number:
+        raise ViolationError(f"seat {seat} loses exchange {exchange}, to which it has contributed")
+    else:
+        after = actor._replace(how=OUT, standing=standing.stop(complete=False), asked=False)
+        yield f"miss {exchange} {seat}", _with(world, seat, after)
+
+
+def _is_in_attempt(actor: Actor) -> bool:
+    standing = actor.standing
+    return standing is not None and standing.report is None and standing.applied < standing.entered
+
+
+def _late(world: World, seat: int, actor: Actor, standing: Standing) -> Iterator[Move]:
+    """What a member had asked for before it died."""
+    number, exchange = standing.epoch.number, standing.entered
+    for rank, how in enumerate(actor.ranks):
+        if how == COMING:
+            sent = world.sent | {(number, seat, exchange, rank)}
+            yield f"late put {seat}.{rank}", _with(world, seat, _moved(actor, rank, SENT))._replace(sent=sent)
+    if COMING not in actor.ranks and SENT not in actor.ranks and not actor.asked:
+        claimed = _claimed(world, number, exchange, FAILED not in actor.ranks)
+        yield f"late claim {seat}", _with(claimed, seat, actor._replace(asked=True))
 
 
 def _moved(actor: Actor, rank: int, how: int) -> Actor:
@@ -299,6 +367,8 @@ def _follow(world: World, seat: int, actor: Actor, standing: Standing, cell: Epo
         raise ViolationError(f"seat {seat} has applied {standing.applied}, and {cell.base} counts")
     missed = (actor.made,) * (cell.base - standing.applied)
     after = actor._replace(standing=standing.follow(cell), at=cell.number, lineage=actor.lineage + missed)
+    if missed and rules.bucket:
+        raise ViolationError(f"seat {seat} takes in what no cell lists")
     if missed:
         _check_ranks(actor)
     return f"follow {seat}", _with(world, seat, after)
@@ -341,14 +411,14 @@ def explore(rules: Rules, most: int = 10_000_000) -> int:
         except ViolationError as violation:
             raise ViolationError(f"{violation}; after: {_story(world, came_from)}") from violation
         for name, reached in found:
-            after = _without_past(reached)
+            after = _without_past(reached, rules)
             if after not in came_from:
                 came_from[after] = (world, name)
                 todo.append(after)
     return len(came_from)
 
 
-def _without_past(world: World) -> World:
+def _without_past(world: World, rules: Rules) -> World:
     """The same world, without what was sent in epochs to which nobody can go back."""
     present = [
         actor.standing.epoch.number
@@ -357,7 +427,10 @@ def _without_past(world: World) -> World:
     ]
     oldest = min(present, default=0)
     kept = [frozenset(entry for entry in entries if entry[0] >= oldest) for entries in world[3:]]
-    actors = tuple(_as_dead(actor) if actor.how in (DEAD, OUT) else actor for actor in world.actors)
+    actors = tuple(
+        _as_dead(actor) if actor.how in (DEAD, OUT) and not (rules.bucket and _is_in_attempt(actor)) else actor
+        for actor in world.actors
+    )
     return World(actors, world.cells, world.faults, *kept)
 
 
@@ -372,7 +445,7 @@ def _as_dead(actor: Actor) -> Actor:
 
 def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:
     """No island waits without end: without another fault, who has the state comes to its end, or is out."""
-    if any(not name.startswith(("kill", "stop", "wake", "cut")) for name, _ in found):
+    if any(not name.startswith(("kill", "stop", "wake", "cut", "late", "suspect")) for name, _ in found):
         return
     if any(actor.how == STOPPED for actor in world.actors):
         return

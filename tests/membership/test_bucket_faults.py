@@ -9,9 +9,12 @@ import time
 import pytest
 from torch.distributed import DistNetworkError
 
+from bagua.comm import Cells
 from bagua.comm.transports.threads import RankKilled
-from bagua.errors import LeftOutError
+from bagua.errors import LeftOutError, StoreLostError
 from bagua.membership import Islands
+from bagua.membership.closing import Closing
+from bagua.membership.epochs import Epoch
 from tests.membership.buckets import needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import (
     PERIOD,
@@ -21,6 +24,7 @@ from tests.membership.training import (
     batch,
     check_rows,
     run_numbered,
+    until,
     wrapped,
 )
 
@@ -47,25 +51,36 @@ class Fault:
         self._dead = False
 
     def arm(self, islands: Islands) -> None:
-        """From now on requests of the calling thread count."""
+        """From now on requests count of the calling thread, and those of its exchanges."""
         self._islands, self._thread = islands, threading.get_ident()
+
+    def is_counted(self, name: str) -> bool:
+        """Whether a request belongs to training: contributions are put and got in a thread of their own."""
+        is_of_exchange = name.startswith("objects/") and not name.startswith("objects/state-")
+        return self._islands is not None and (self._thread == threading.get_ident() or is_of_exchange)
 
     def hook(self, kind: str, name: str, moment: str) -> None:
         if self._dead:
             raise DistNetworkError("the process is dead")
-        if self._thread != threading.get_ident() or moment != self.moment or self._islands is None:
+        if moment != self.moment or not self.is_counted(name):
             return
         self.count += 1
         if self.count - 1 != self.at:
             return
-        self._islands._state._ended.set()
-        self._islands._state._thread.join(60)
-        self.silent.add(self._islands.seat)
+        self._islands._state._ended.set()  # Not waited for: this thread may hold what its last sign of life needs.
+        self.fell_silent(self._islands.seat)
         if self.wakes:
             assert self.others_ended.wait(60)
             return
         self._dead = True
         raise RankKilled
+
+    def fell_silent(self, seat: int) -> None:
+        """Have the others notice."""
+        self.silent.add(seat)
+
+    def hook_of_others(self, kind: str, name: str, moment: str) -> None:
+        """Nothing."""
 
 
 def trained(islands, rows, before):
@@ -89,7 +104,7 @@ def run_with(fault, open_store):
     def job(number):
         has_it = number == SIZE - 1
         store = open_store()
-        store.bucket.hook = fault.hook if has_it else None
+        store.bucket.hook = fault.hook if has_it else fault.hook_of_others
         options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
         with Islands(store, "the store", **options) as islands:
             _judge(islands._state.roster, lambda: fault.silent - {islands.seat})
@@ -107,6 +122,61 @@ def check(rows, ends):
     assert ends[0] is ends[1] is None, ends
     assert [len(row) for row in rows[:-1]] == [STEPS // PERIOD] * (SIZE - 1)
     check_rows("diloco", [row for row in rows if row])
+
+
+class DiesAfterItsPut(Fault):
+    """Ends one island when it has put its contribution to the second exchange. Others notice when that is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(-1, "after", wakes=False)
+        self.dead: set[int] = set()
+
+    def hook(self, kind: str, name: str, moment: str) -> None:
+        if (kind, moment) == ("put", "after") and self.is_counted(name) and threading.get_ident() != self._thread:
+            self.at = self.count
+        super().hook(kind, name, moment)
+
+    def fell_silent(self, seat: int) -> None:
+        self.dead.add(seat)
+
+    def hook_of_others(self, kind: str, name: str, moment: str) -> None:
+        if (kind, moment) == ("create", "after") and name.endswith("closed/1/2.cell"):
+            until(lambda: self.dead)
+            self.silent |= self.dead
+
+
+def test_a_contribution_of_who_died_after_its_put_counts(tmp_path):
+    """No other request of its own is needed: its last act is the put of what the others add."""
+    fault = DiesAfterItsPut()
+    rows, ends = run_with(fault, lambda: opened(f"file://{tmp_path}/run"))
+    check(rows, ends)
+    (dead,) = fault.dead
+    rest = tuple(seat for seat in range(SIZE) if seat != dead)
+    assert [one.contributed for one in rows[0]] == [(0, 1, 2), (0, 1, 2), rest]
+
+
+def test_an_exchange_has_one_verdict_whoever_asks_for_it(tmp_path):
+    cells = [Cells(opened(f"file://{tmp_path}/run")) for _ in range(2)]
+    one, other = (Closing(cell, seat) for seat, cell in enumerate(cells))
+    epoch = Epoch(3, (0, 1), base=7)
+    assert other.close(epoch, 8, counts=True)
+    assert one.close(epoch, 8, counts=True)
+    assert one.close(epoch, 8, counts=False)
+    assert one.close(epoch, 9, counts=True)
+    assert not other.close(epoch, 10, counts=False)
+    assert not one.close(epoch, 10, counts=True)
+    one.tidy()
+    other.tidy()
+    assert cells[0].read([f"closed/3/{number}" for number in (8, 9, 10)]) == [None, [0, 1], []]
+
+
+def test_a_cell_that_does_not_show_who_came_first_decides_nothing(tmp_path, monkeypatch):
+    store = opened(f"file://{tmp_path}/run")
+    closing, epoch = Closing(Cells(store), 0), Epoch(1, (0,))
+    assert closing.close(epoch, 1, counts=True)
+    monkeypatch.setattr(store.bucket, "get", lambda name: None)
+    with pytest.raises(StoreLostError, match="was there a moment ago, and is not"):
+        closing.close(epoch, 1, counts=False)
 
 
 def requests_of_a_period(open_store):

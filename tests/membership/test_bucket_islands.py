@@ -139,7 +139,7 @@ def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
         with island(opened(f"file://{tmp_path}/run"), 2, name=f"{steps} steps") as islands:
             train(islands, wrapped(islands, "diloco"), steps)
             until(lambda: islands.members().contributed)
-            return len(names(store.bucket))
+            return len(names(store.bucket, ""))
 
     few, many = max(run(2, job, 20)), max(run(2, job, 200))
     assert many < few + 100
@@ -188,13 +188,15 @@ def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
             islands._state._thread.join(60)
 
     def comes():
-        with island(opened(f"file://{tmp_path}/run"), 1, deadlines=quick, timeout_s=2.0) as islands:
+        with island(opened(f"file://{tmp_path}/run"), 1, deadlines=quick) as islands:  # It waits for 60 s otherwise.
             wrapped(islands, "diloco")
 
     assert run(1, dies) == [None]
     (error,) = run(1, comes)
     assert isinstance(error, TooFewMembersError), error
-    assert re.search(r"all of them are gone \(seat 0 was .*, process \d+\): choose another name=", str(error))
+    assert re.search(r"all of its members are gone \(seat 0 was .*, process \d+\)", str(error))
+    assert error.timeout_s is None
+    assert "bagua islands clean file:///run" in error.advice
 
 
 @pytest.mark.threads

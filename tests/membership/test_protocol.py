@@ -64,6 +64,30 @@ def test_another_base_is_found_wrong(base, monkeypatch):
         explore(Rules(3, 2, 1))
 
 
+#: As above, through a bucket, and whether an attempt may fail although nobody is gone; then nobody misses a result.
+IN_A_BUCKET = [(2, 2, 1, 0, True), (3, 1, 1, 0, False), (2, 1, 0, 1, True)]
+THOROUGH_IN_A_BUCKET = [
+    *((2, 2, 2, 0, True), (2, 2, 2, 0, False), (3, 1, 1, 0, True), (3, 2, 1, 0, True), (3, 2, 1, 0, False)),
+    *((2, 1, 1, 1, True), (3, 1, 2, 0, False)),
+]
+SIZES_IN_A_BUCKET = IN_A_BUCKET + (THOROUGH_IN_A_BUCKET if len(SIZES) > len(QUICK) else [])
+
+
+@pytest.mark.parametrize("size", SIZES_IN_A_BUCKET, ids=str)
+def test_no_order_of_puts_gets_and_claims_lets_members_apply_different_lists(size):
+    *counts, cuts = size
+    assert explore(Rules(*counts, bucket=True, cuts=cuts)) > 500
+
+
+def test_the_ranks_of_an_island_apply_one_list_of_a_bucket():
+    assert explore(Rules(2, 1, 1, bucket=True, ranks=2)) > 500
+
+
+def test_who_stops_without_asking_the_cell_is_found_wrong():
+    with pytest.raises(ViolationError, match=r"seat . has applied 1, and 0 counts"):
+        explore(Rules(2, 1, 1, bucket=True, asks=False))
+
+
 def test_worlds_that_are_not_run_through_are_no_success():
     with pytest.raises(UnfinishedError, match=r"1.. worlds are found"):
         explore(Rules(2, 2, 2), most=100)

@@ -149,15 +149,16 @@ class ObjectBucket:
             found = request()
         except FileNotFoundError:
             if kind in ("put", "create"):
-                raise self._trouble("there is no such bucket") from None
+                raise self.trouble("there is no such bucket") from None
             raise
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise self._trouble(_words_of(error)) from None  # Its text and its cause may hold secrets.
+            raise self.trouble(_words_of(error)) from None  # Its text and its cause may hold secrets.
         if self.hook is not None:
             self.hook(kind, name, "after")
         return found
 
-    def _trouble(self, words: str) -> DistNetworkError:
+    def trouble(self, words: str) -> DistNetworkError:
+        """The error of a request."""
         return DistNetworkError(f"{self.where}: {words}")
 
 
@@ -202,7 +203,10 @@ class BucketStore(PolledStore):
         """See ``PolledStore``. A request that was sent twice finds what it wrote: it says that it found it."""
         name = cell_name(key)
         written = self.bucket.replace(name, expected, desired) if expected else self.bucket.create(name, desired)
-        return written, desired if written else self.bucket.get(name) or expected
+        found = desired if written else self.bucket.get(name)
+        if found is None and not expected:
+            raise self.bucket.trouble("an object was there a moment ago, and is not")
+        return written, expected if found is None else found
 
     def remove(self, key: str) -> bool:
         there = self.bucket.get(cell_name(key)) is not None

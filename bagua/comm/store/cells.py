@@ -37,7 +37,7 @@ class Cells:
     def __init__(self, store: Store, where: str = "the store") -> None:
         self._store = store
         self.where = where
-        #: Nothing is ever deleted, so what was there once need not be looked for again.
+        #: What is read is never deleted, so what was there once need not be looked for again.
         self._present: set[str] = set()
 
     def claim(self, name: str, value: Any) -> Any:
@@ -57,6 +57,14 @@ class Cells:
         """
         text = json.dumps(value)
         self._talk(lambda: self._store.set(name, text))
+
+    def drop(self, name: str) -> None:
+        """Delete a cell that nobody asks for any more.
+
+        Raises:
+            StoreLostError: the store does not answer.
+        """
+        self._talk(lambda: self._store.delete_key(name))
 
     def read(self, names: Sequence[str]) -> list[Any]:
         """The values of ``names``; None where there is none.

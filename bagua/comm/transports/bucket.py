@@ -34,6 +34,7 @@ from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    CommunicationError,
     CommunicatorClosedError,
     TransportUnavailableError,
     relayed,
@@ -179,8 +180,12 @@ class BucketTransport(Transport):
                 found = ask()
                 if found is not None:
                     return found
-                if look >= _PATIENCE:
-                    self._look_for_trouble(owner, name)
+                if look >= _PATIENCE and (end := self._look_for_trouble(owner, name)):
+                    found = ask()  # Who has ended it may have put this before.
+                    if found is not None:
+                        return found
+                    self._ended.set()
+                    raise end
             except DistNetworkError as error:
                 trouble = error
             self._ended.wait(max(min(pause_s, deadline.left_s), 0.0))
@@ -198,14 +203,13 @@ class BucketTransport(Transport):
             late = self.membership.ranks[owner]
             raise CollectiveTimeoutError.of((late,), deadline.timeout_s, self._own)
 
-    def _look_for_trouble(self, owner: int, name: str) -> None:
-        """Whether somebody has ended the communicator, or ``owner`` has called something else."""
+    def _look_for_trouble(self, owner: int, name: str) -> CommunicationError | None:
+        """The error if somebody has ended the communicator. Raises if ``owner`` has called something else."""
         end = self._bucket.get(f"{self._home}/end")
         if end is not None:
             teller, culprit, reason = json.loads(end)
             self._end = (culprit, reason)
-            self._ended.set()
-            raise relayed(culprit, reason, self._own, teller=teller)
+            return relayed(culprit, reason, self._own, teller=teller)
         sequence, _, rest = name.partition("/")
         expected = rest[: len(f"{owner}-") + _MARK]
         others = [path.rpartition("/")[2] for path in self._bucket.list(f"{self._home}/{sequence}")]
@@ -218,6 +222,7 @@ class BucketTransport(Transport):
                 expected=expected,
                 seen=strange[0],
             )
+        return None
 
 
 class _Exchange:
