@@ -59,13 +59,13 @@ def do_nothing(*_: object) -> None:
     """What the rest of ``Statistics`` is there."""
 
 
-WATCHED = (Statistics.begin, Statistics.end, Statistics.add)
-UNWATCHED = (begin_nothing, do_nothing, do_nothing)
+WATCHED = (Statistics.begin, Statistics.end)
+UNWATCHED = (begin_nothing, do_nothing)
 
 
 def watch_with(functions: Sequence[Any]) -> None:
     """Let calls be noted like that from now on."""
-    Statistics.begin, Statistics.end, Statistics.add = functions  # type: ignore[method-assign]
+    Statistics.begin, Statistics.end = functions  # type: ignore[method-assign]
 
 
 def time_steps(rank: Rank, hidden: int, rounds: int, calls: int) -> Rounds:
