@@ -141,6 +141,8 @@ class ControlLine(Line):
     Attributes:
         calls: call that was published last, by slot, as far as this rank has read it.
         places: location of its data.
+        inline: typed parts of the control memory.
+        inline_starts: place in it at which copied data begins, by slot; messages have none.
     """
 
     def __init__(self, memory: SharedMemory, size: int) -> None:
@@ -148,9 +150,8 @@ class ControlLine(Line):
         self._bytes = memory.view()
         end = layout.words + 8 * layout.word_count
         self.words = self._bytes[layout.words : end].cast("q")
-        self._inline = Views(memory)
-        #: Where copied data begins, by slot; messages have none.
-        self._inline_starts = [layout.inline + slot * layout.slot_bytes for slot in range(2)]
+        self.inline = Views(memory)
+        self.inline_starts = [layout.inline + slot * layout.slot_bytes for slot in range(2)]
         slots = Slots(size).count
         self.calls: list[Call] = [Call("", 0, torch.uint8)] * slots
         self.places = [NOWHERE] * slots
@@ -171,23 +172,19 @@ class ControlLine(Line):
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
         place = self.places[slot]
         if place.where == Where.INLINE:
-            return self._inline.get(place.dtype, self._inline_starts[slot] + start * place.dtype.itemsize, stop - start)
+            return self.inline.get(place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start)
         if start == stop:
             return torch.empty(0, dtype=place.dtype)
         shown = self._shown[slot]
         assert shown is not None
         return shown.get(place.dtype, self._offset(slot, place, start), stop - start)
 
-    def copied(self, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """What was copied into the control memory, whatever this line knows of the call in ``slot``."""
-        return self._inline.get(dtype, self._inline_starts[slot], numel)
-
     def address(self, slot: int, start: int, stop: int) -> int:
         place = self.places[slot]
         if start == stop:
             return 0
         if place.where == Where.INLINE:
-            return self._inline.address + self._inline_starts[slot] + start * place.dtype.itemsize
+            return self.inline.address + self.inline_starts[slot] + start * place.dtype.itemsize
         shown = self._shown[slot]
         assert shown is not None
         return shown.address + self._offset(slot, place, start)
@@ -271,7 +268,7 @@ class OwnLine(ControlLine):
 
     def write_copy(self, slot: int, call: Call, source: torch.Tensor) -> None:
         """Publish ``call`` with its data ``source``, which is copied into the control memory."""
-        start = self._inline.address + self._inline_starts[slot]
+        start = self.inline.address + self.inline_starts[slot]
         memmove(start, source.data_ptr(), source.numel() * source.element_size())
         place = self._inline_places.get(source.dtype)
         if place is None:

@@ -299,8 +299,8 @@ class ShmPeers(Peers):
         """See ``Peers.copies``: straight from the control memory, where all lines have them."""
         if self._line.places[slot].where != Where.INLINE or not self._alike(slot):
             return None
-        dtype, numel = own.dtype, own.numel()
-        return [own if line is self._line else line.copied(slot, dtype, numel) for line in self._control_lines]
+        dtype, numel, start = own.dtype, own.numel(), self._line.inline_starts[slot]
+        return [own if line is self._line else line.inline.get(dtype, start, numel) for line in self._control_lines]
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
         """Show the next piece, if the data is shown in pieces."""
