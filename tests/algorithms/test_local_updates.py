@@ -135,6 +135,28 @@ def test_special_cases_are_equal(thread_ranks, one, other):
         assert_close(state, expected)
 
 
+@pytest.mark.parametrize(("codec", "overlap"), [("int4", 0), (None, 3), ("int4", 3)])
+def test_local_sgd_in_few_bits_or_with_overlap_is_a_whole_step_along_what_was_learned(codec, overlap):
+    found = LocalSGDAlgorithm(4, codec=codec, overlap=overlap, inner="gradient_allreduce").outer_exchange
+    mix = "add" if overlap else "blend"
+    outer = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
+    options = {"codec": codec, "overlap": overlap, "mix": mix, "inner": "gradient_allreduce"}
+    assert found == DiLoCoAlgorithm(4, **outer, **options).outer_exchange
+    flat = LocalSGDAlgorithm(4, codec=codec, overlap=overlap, hierarchical=False).outer_exchange
+    assert not flat.how.hierarchical
+
+
+def test_what_is_learned_during_an_exchange_of_local_sgd_is_kept(thread_ranks):
+    replicas, every, overlap = Replicas(2, optimizer_of), 4, 2
+    for number in range(STEPS):
+        replicas.step(number)
+        if number % every == every - 1 - overlap:
+            sent = replicas.rows
+        elif number % every == every - 1:
+            replicas.rows = replicas.rows - sent + sent.mean(dim=0)
+    replicas.assert_equals(thread_ranks(2, train, LocalSGDAlgorithm(every, overlap=overlap)))
+
+
 # Against the papers.
 
 
