@@ -10,7 +10,8 @@ A contender is written as text, so that it fits on a command line and reaches th
   algorithms with that need one; ``adam:lr=0.03`` with another learning rate than what usually suits it;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
   needs; ``lr``, the highest learning rate, is taken for the optimizer of the task by those that need none;
-* ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
+* ``package.module:function``, with options or without: ``function(model, optimizer, **options)`` returns a
+  :class:`Prepared`.
 """
 
 import ast
@@ -34,6 +35,7 @@ from benchmarks.silent import SilentAlgorithm
 
 __all__ = [
     "PEERS",
+    "Follower",
     "Prepared",
     "every_algorithm",
     "every_contender",
@@ -120,13 +122,35 @@ def through_ddp_8bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prep
 
 def through_decentralized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """DecentralizedDataParallel, which steps with optimizers of its own, made like the task's."""
+    follower = Follower(optimizer)
+    wrapped = DecentralizedDataParallel(model, follower.make, topology="one-peer-exp")
+    return Prepared(wrapped, follower, pause=wrapped.bagua_state_dict)  # which leaves no exchange under way
 
-    def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return one_like(optimizer, [parameter for _, parameter in named_parameters])
 
-    wrapped = DecentralizedDataParallel(model, make, topology="one-peer-exp")
-    idle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    return Prepared(wrapped, idle, pause=wrapped.bagua_state_dict)  # which leaves no exchange under way
+class Follower(torch.optim.Optimizer):
+    """Stands for optimizers that step in the backward pass, so that a schedule of the training loop reaches them.
+
+    Args:
+        optimizer: one of the kind, and with the options, that these will have.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        lr = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])  # of a schedule that began
+        super().__init__([nn.Parameter(torch.zeros(1))], {"lr": lr})
+        self.like, self.made = optimizer, list[torch.optim.Optimizer]()
+
+    def make(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """An optimizer of these parameters."""
+        self.made.append(one_like(self.like, [parameter for _, parameter in named_parameters]))
+        return self.made[-1]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # as in torch
+        """Take the learning rate over, before the backward pass that steps with it."""
+        for group in (group for optimizer in self.made for group in optimizer.param_groups):
+            group["lr"] = self.param_groups[0]["lr"]
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # as in torch
+        """All have stepped."""
 
 
 def one_like(
@@ -260,8 +284,9 @@ def find_maker(contender: str) -> Maker:
     if contender in PEERS:
         return PEERS[contender]
     name, _, rest = contender.partition(":")
-    if rest and "=" not in rest:
-        return load_function(name, rest)
+    function, _, options_of_function = rest.partition(":")
+    if function and "=" not in function:
+        return functools.partial(load_function(name, function), **read_options(options_of_function))
     options = read_options(rest)
     if name in WITH_OPTIMIZER:
         if options.keys() != {"lr"}:

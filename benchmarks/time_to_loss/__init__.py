@@ -1,0 +1,1 @@
+"""How long training takes to a loss that is wanted, on each link; ``python -m benchmarks.time_to_loss``."""

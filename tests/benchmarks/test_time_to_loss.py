@@ -1,0 +1,255 @@
+"""The time to a loss: its arithmetic, its cells, and who takes part. What is measured is as in the network's tests."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from bagua.cli.lab import network as lab
+from benchmarks.network.contenders import Follower, find_maker, read_options
+from benchmarks.time_to_loss import __main__ as command
+from benchmarks.time_to_loss import measuring
+from benchmarks.time_to_loss.folder import Cell, Folder
+from benchmarks.time_to_loss.peers import expand
+from benchmarks.time_to_loss.reaching import (
+    Segment,
+    first_below,
+    loss_after,
+    period_of,
+    segments,
+    split,
+    steps_within,
+    target,
+    time_of,
+    write_options,
+)
+from benchmarks.time_to_loss.report import Question, Report, family, pace_settings
+
+CURVE = {10: 3.0, 20: 2.0, 30: 1.0}
+LINK = "100mbit"
+
+
+def test_losses_between_two_looks_lie_on_a_straight_line():
+    assert [loss_after(CURVE, steps) for steps in (0, 10, 12.5, 20, 30, 99)] == [3.0, 3.0, 2.75, 2.0, 1.0, 1.0]
+    assert target(CURVE) == pytest.approx(1.01 * loss_after(CURVE, 27))
+
+
+@pytest.mark.parametrize(
+    ("curve", "wanted", "steps"),
+    [
+        (CURVE, 2.5, 15.0),
+        (CURVE, 1.0, 30.0),
+        (CURVE, 0.9, None),
+        (CURVE, 4.0, 10.0),
+        ({10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0}, 1.5, 35.0),  # it has to stay there
+        ({10: 3.0, 20: math.nan}, 1.5, None),
+    ],
+)
+def test_the_loss_is_reached_where_it_stays_below(curve, wanted, steps):
+    assert first_below(curve, wanted) == steps
+
+
+def test_steps_of_a_beginning_take_their_own_time():
+    times = [(Segment(100, "gradient_allreduce"), 2.0), (Segment(math.inf, "local_sgd"), 0.5)]
+    assert [time_of(steps, times) for steps in (0, 50, 100, 140)] == [0.0, 100.0, 200.0, 220.0]
+    assert [steps_within(seconds, times) for seconds in (0.0, 100.0, 200.0, 220.0)] == [0.0, 50.0, 100.0, 140.0]
+
+
+@pytest.mark.parametrize(
+    ("contender", "found"),
+    [
+        ("ddp", [(math.inf, "ddp")]),
+        ("bytegrad", [(math.inf, "bytegrad")]),
+        ("accelerate:sync_every=8", [(math.inf, "accelerate:sync_every=8")]),
+        (
+            "post_local_sgd:sync_every=8,start_after=120",
+            [(120, "ddp"), (math.inf, "post_local_sgd:sync_every=8,start_after=0")],
+        ),
+        (
+            "diloco:sync_every=20,start_after=180,codec=int4",
+            [(180, "gradient_allreduce"), (math.inf, "diloco:sync_every=20,start_after=0,codec=int4")],
+        ),
+        ("qadam:warmup_steps=60", [(60, "gradient_allreduce"), (math.inf, "qadam:warmup_steps=3")]),
+        (
+            "top_k:warmup_steps=60,density_steps=120",
+            [(60, "gradient_allreduce"), (math.inf, "top_k:warmup_steps=0,density_steps=0")],
+        ),
+        ("sign_sgd", [(150, "gradient_allreduce"), (math.inf, "sign_sgd:warmup_steps=0")]),  # its default
+    ],
+)
+def test_what_is_timed_of_a_contender(contender, found):
+    assert segments(contender) == [Segment(*one) for one in found]
+
+
+def test_periods_and_numbers_of_steps_are_read_from_the_name():
+    names = ("ddp", "bytegrad", "accelerate:sync_every=32", "local_sgd", "diloco:sync_every=20", "async")
+    assert [period_of(name) for name in names] == [1, 1, 32, 8, 20, 1]
+    assert split("ddp@750", 600) == ("ddp", 750)
+    assert split("diloco:codec=int4", 600) == ("diloco:codec=int4", 600)
+    text = "sync_every=8,codec=int4,start_after=0,outer_lr=0.7"
+    assert write_options(read_options(text)) == text
+
+
+def test_everyone_who_takes_part_by_default_can_be_timed():
+    assert [command.a_contender(name) for name in command.CONTENDERS] == list(command.CONTENDERS)
+    assert [command.a_link(link) for link in command.LINKS] == list(command.LINKS)
+    for wrong in ("nobody", "bytegrad:volume=11", "peers:", "ddp@many"):
+        with pytest.raises((command.argparse.ArgumentTypeError, ValueError)):
+            command.a_contender(wrong)
+
+
+def test_functions_of_peers_take_options():
+    maker = find_maker(expand("accelerate:sync_every=32"))
+    assert maker.keywords == {"sync_every": 32}
+    assert expand("bytegrad") == "bytegrad"
+    assert family("diloco:sync_every=8@700") == "bagua"
+    assert family("accelerate:sync_every=8") == "accelerate"
+
+
+def test_optimizers_of_a_backward_pass_follow_the_schedule():
+    layer = torch.nn.Linear(2, 2)
+    follower = Follower(torch.optim.AdamW(layer.parameters(), lr=0.5, weight_decay=0.25))
+    made = follower.make([("weight", layer.weight)])
+    schedule = torch.optim.lr_scheduler.LambdaLR(follower, lambda step: 0.1 if step else 1.0)
+    rates = []
+    for _ in range(2):
+        follower.zero_grad()
+        rates.append(made.param_groups[0]["lr"])
+        follower.step()
+        schedule.step()
+    assert rates == [0.5, 0.05]
+    assert made.defaults["weight_decay"] == 0.25
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path):
+    folder, calls = Folder(tmp_path, resume=False), []
+
+    def work():
+        calls.append("call")
+        return {"value": len(calls)}
+
+    assert folder.measure("losses", {"seed": 1}, work).result == {"value": 1}
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"kind": "losses", "sett')  # cut off while it was written
+    again = Folder(tmp_path)
+    assert again.measure("losses", {"seed": 1}, work).result == {"value": 1}
+    assert again.measure("losses", {"seed": 2}, work).result == {"value": 2}
+    assert again.measure("paces", {"seed": 1}, work).result == {"value": 3}
+    assert [cell.settings for cell in Folder(tmp_path).cells] == [{"seed": 1}, {"seed": 2}, {"seed": 1}]
+    with pytest.raises(FileExistsError, match="--resume"):
+        Folder(tmp_path, resume=False)
+
+
+def test_a_cell_that_fails_or_takes_too_long_is_one_line_with_the_reason(tmp_path):
+    def fail():
+        raise ImportError("no such peer")
+
+    folder = Folder(tmp_path, limit_s=0.05)
+    assert folder.measure("paces", {}, lambda: time.sleep(60)).error == "took longer than 0.05 s"
+    assert folder.measure("memory", {}, fail).error == "ImportError: no such peer"
+    assert [cell.error for cell in Folder(tmp_path).cells] == [cell.error for cell in folder.cells]
+
+
+@pytest.fixture
+def report(tmp_path):
+    """DDP, a contender that reaches its loss later with quicker steps, and one that never does."""
+    question = Question(2, 40, (0.1, 0.2), 5, (0,))
+    folder = Folder(tmp_path)
+    curves = {
+        ("ddp", 0.1): {20: 3.0, 40: 2.5},
+        ("ddp", 0.2): {20: 3.0, 40: 2.0},
+        ("bytegrad", 0.1): {20: 4.444, 40: 0.0},
+        ("bytegrad", 0.2): {20: 9.0, 40: 9.0},
+        ("accelerate:sync_every=8", 0.1): {20: 3.0, 40: 2.9},
+        ("accelerate:sync_every=8", 0.2): {20: 3.0, 40: 2.8},
+    }
+    for (name, lr), curve in curves.items():
+        for seed in (5, 0):
+            settings = question.settings(question.trained(name, lr, seed))
+            folder.add(Cell("losses", settings, {"held_out": {str(stop): loss for stop, loss in curve.items()}}))
+    for name, step_s in {"ddp": [9.0, 2.0, 1.0], "bytegrad": [0.5], "accelerate:sync_every=8": [0.25]}.items():
+        result = {"step_s": step_s, "sent_bytes": 1e6}
+        folder.add(Cell("paces", pace_settings(name, question, LINK), result, others=0.5 * (name == "ddp")))
+    return Report(folder, question)
+
+
+def test_the_time_to_the_loss_is_steps_times_their_time(report):
+    contenders = ["bytegrad", "accelerate:sync_every=8", "qadam"]
+    lines, missing = report.lines(contenders, LINK)
+    found = {line.contender: line for line in lines}
+    assert found["ddp"].steps == pytest.approx([35.56])
+    assert (found["ddp"].lr, found["bytegrad"].lr) == (0.2, 0.1)
+    assert report.wanted(0) == pytest.approx(2.222)
+    assert found["bytegrad"].seconds == pytest.approx([15.0])
+    assert found["bytegrad"].timely_loss == pytest.approx(0.0)  # 71 s are 143 steps: more than there are
+    assert found["accelerate:sync_every=8"].mean_s is None
+    assert found["accelerate:sync_every=8"].last_loss == pytest.approx(2.8 / 2.222)
+    assert next(line.contender for line in lines) == "bytegrad"
+    assert missing == ["qadam on 100mbit: was not timed"]
+    table = report.table(contenders, LINK)
+    assert "not reached" in table
+    assert "others had the cores" in table
+    summary = report.summary_table(contenders, [LINK])
+    assert "`bytegrad`" in summary
+    assert "accelerate" not in summary
+
+
+def test_a_whole_training_proves_the_product_or_not(report):
+    question = report.question
+    settings = question.settings(question.trained("bytegrad", 0.1, 0))
+    curve = {"20": 4.444, "40": 0.0}
+    report.folder.add(
+        Cell("whole", {**settings, "link": LINK}, {"held_out": curve, "seconds": {"20": 11.0, "40": 22.0}})
+    )
+    (line,) = (line for line in report.lines(["bytegrad"], LINK)[0] if line.contender == "bytegrad")
+    assert line.whole_s == pytest.approx([16.5])
+    assert line.disagreement == pytest.approx(0.1)
+    assert "10.0% TOO FAR" in report.table(["bytegrad"], LINK)
+
+
+def test_each_learning_rate_comes_first_and_then_the_best_one_on_the_other_seeds(tmp_path, monkeypatch):
+    ends = {0.1: 2.0, 0.2: 3.0}
+    monkeypatch.setattr(
+        command, "losses", lambda trained, hosts: {"held_out": {"20": 4.0, "40": ends[trained.lr] + hosts - 2}}
+    )
+    few = ["losses", "--folder", str(tmp_path), "--steps", "40", "--rates", "0.2", "0.1", "--seeds", "0", "1"]
+    few += ["--contenders", "bytegrad@30"]
+    assert command.main(few) == 0
+    cells = [json.loads(line)["settings"] for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
+    taken = [(cell["contender"], cell["steps"], cell["lr"], cell["seed"]) for cell in cells]
+    order = [(0.2, 5), (0.1, 5), (0.1, 0), (0.1, 1)]
+    assert taken == [*(("ddp", 40, *one) for one in order), *(("bytegrad", 30, *one) for one in order)]
+    assert command.main(few) == 2
+    assert command.main([*few, "--resume"]) == 0
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(cells)
+
+
+def test_without_full_gradients_there_is_nothing_to_compare_with(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ImportError("no such peer")
+
+    monkeypatch.setattr(command, "losses", fail)
+    few = ["losses", "--folder", str(tmp_path), "--rates", "0.1", "--seeds", "0", "--contenders", "bytegrad"]
+    assert command.main(few) == 1
+    assert "measure losses first" in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_few_cells_are_measured(tmp_path, capsys, monkeypatch):
+    if (reason := lab.refusal()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(measuring, "HELD_OUT_WINDOWS", 8)
+    monkeypatch.setattr(measuring, "MEMORY_TASK", measuring.PerceptronTask(hidden=8, outer=8, batch=2))
+    few = ["--folder", str(tmp_path), "--steps", "30", "--rates", "0.001", "--seeds", "5", "--links", "1000mbit"]
+    few += ["--shape", "width=8,depth=1,heads=1,context=8", "--seconds", "0.1"]
+    plot = tmp_path / "plot.svg"
+    few += ["--contenders", "local_sgd:sync_every=4", "--plot", str(plot)]
+    assert command.main(["losses", "paces", "whole", "memory", "report", *few]) == 0
+    printed = capsys.readouterr().out
+    assert "| `ddp` | 1.000 |" in printed
+    assert plot.exists()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"losses": 2, "paces": 2, "whole": 2, "memory": 3}
