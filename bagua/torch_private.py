@@ -57,6 +57,20 @@ def active_ddp() -> torch.nn.Module | None:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
+def ddp_seconds(module: torch.nn.parallel.DistributedDataParallel, every: int = 0) -> float:
+    """Seconds of the last sampled step in which communication went on after computing; negative before the first one.
+
+    Args:
+        module: a wrapped module.
+        every: sample one step in so many from now on; 0 leaves it as it is.
+    """
+    if every:
+        module._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
+    data = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    end, computed = data.get("backward_comm_time_end", 0), data.get("backward_compute_time_end", 0)
+    return max(end - computed, 0) * 1e-9 if end and computed else -1.0
+
+
 def do_not_compile(*functions: Callable[..., Any], inside: bool = False) -> None:
     """Keep ``torch.compile`` away from ``functions`` and from what they call.
 

@@ -3,6 +3,8 @@
 * A step of the MLP of ``benchmarks.training_step`` at batch 16 on shared memory, with the record of calls and with
   metrics that are read after each step, against a step whose calls are neither noted nor counted. The same from its
   parts: how long it takes to note a call and to read the metrics, at best, and how many calls a step makes.
+* A step of torch's DDP of the same over Gloo, with ``bagua.watch()`` against without. Only what comes after each step
+  is taken away there; the rest is one call of a function for each step.
 * The memory that records, counters and windows of a rank hold after many calls.
 * A number of runs in which one rank takes 10 % longer than the others to compute, for 2 to 4 processes on shared memory
   and on Gloo: how often ``metrics()`` of rank 0 names it, and how often ``bagua timeline`` does. Computing is sleeping
@@ -20,7 +22,7 @@ import tempfile
 import time
 import timeit
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +30,7 @@ from unittest import mock
 import torch
 
 import bagua.torch_api as bagua
+from bagua.advise import TorchWatch
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Call, CallRecord, Place
 from bagua.comm.records.recorder import Statistics
@@ -85,6 +88,28 @@ def time_steps(rank: Rank, hidden: int, rounds: int, calls: int) -> Rounds:
         watch_with(WATCHED)
 
     timed = measure(without, watched, rounds=rounds, calls=calls, before_each=bagua.barrier)
+    bagua.destroy_process_group()
+    return timed
+
+
+def time_torch_steps(rank: Rank, hidden: int, rounds: int, calls: int) -> Rounds:
+    """Blocks of steps of torch's DDP over Gloo on this rank: A without ``bagua.watch()``, B with it."""
+    rank.join("gloo", TIMEOUT_S)
+    seeing = TorchWatch()
+    step = make_step("DDP", lambda: multilayer_perceptron(hidden), WIDTH, BATCH)
+    hooks = torch.optim.optimizer._global_optimizer_post_hooks  # noqa: SLF001 - the only ones of torch that can be swapped
+    kept = dict(hooks)
+
+    def without() -> None:
+        hooks.clear()
+        step()
+
+    def watched() -> None:
+        hooks.update(kept)
+        step()
+
+    timed = measure(without, watched, rounds=rounds, calls=calls, before_each=torch.distributed.barrier)
+    seeing.calls.end()
     bagua.destroy_process_group()
     return timed
 
@@ -169,13 +194,13 @@ def stopwatch(rank: Rank, backend: str, calls: int) -> tuple[float, float]:
     return measured, told
 
 
-def compare_steps(options: argparse.Namespace) -> Comparison:
+def compare_steps(options: argparse.Namespace, time_them: Callable[..., Rounds], name: str) -> Comparison:
     """The line about the cost."""
     parts = []
     for start in range(min(STARTS, options.rounds)):
         share = len(range(start, options.rounds, STARTS))
-        parts.append(slowest(run_ranks(time_steps, 2, (options.hidden, share, options.calls))))
-    return compare(f"2 ranks, batch {BATCH}: watched : without a record", joined(parts), COST_LIMIT)
+        parts.append(slowest(run_ranks(time_them, 2, (options.hidden, share, options.calls))))
+    return compare(f"2 ranks, batch {BATCH}: {name}", joined(parts), COST_LIMIT)
 
 
 def late_ranks(options: argparse.Namespace, backend: str, size: int) -> dict[str, str]:
@@ -213,11 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps of such a run")
     parser.add_argument("--sizes", type=int, nargs="+", default=(2, 3, 4), metavar="N", help="ranks of such a run")
     parser.add_argument("--backends", nargs="+", default=("shm", "gloo"), help="of such a run")
-    parser.add_argument("--only", choices=("cost", "late"), help="measure that alone")
+    parser.add_argument("--only", choices=("cost", "torch", "late"), help="measure that alone")
     options = parser.parse_args(arguments)
     comparisons, notes = [], {}
-    if options.only != "late":
-        comparisons.append(compare_steps(options))
+    if options.only in (None, "torch"):
+        name = "DDP with bagua.watch() : without"
+        comparisons.append(compare_steps(options, time_torch_steps, name))
+    if options.only in (None, "cost"):
+        comparisons.append(compare_steps(options, time_steps, "watched : without a record"))
         note_s, metrics_s, step_s, calls = run_ranks(direct_cost, 2, (options.hidden,))[0]
         notes["parts of it"] = (
             f"{calls:.1f} calls at {note_s * 1e6:.2f} us, metrics() {metrics_s * 1e6:.1f} us: "
@@ -225,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         held = max(run_ranks(held_bytes, 2))
         notes["bytes that records of one rank hold"] = f"{held} (limit {MEMORY_LIMIT_BYTES:.0f})"
-    if options.only != "cost":
+    if options.only in (None, "late"):
         for backend in options.backends:
             measured, told = run_ranks(stopwatch, 2, (backend, 60))[0]
             notes[f"{backend}: exposed, hidden and waiting time : that of the calls by a stopwatch"] = (

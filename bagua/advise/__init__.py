@@ -13,7 +13,8 @@ from bagua.advise.prediction import Prediction, outside_calibration, predict
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
+from bagua.advise.verdict import TorchWatch, watch
 
 __all__ = ["Advice", "CallFacts", "Cluster", "MachineFacts", "Message", "ModelFacts", "Moment", "ParameterFacts"]
-__all__ += ["Prediction", "Rehearsal", "Run", "advise", "measure_model", "outside_calibration", "predict"]
-__all__ += ["probe_machine", "rehearse"]
+__all__ += ["Prediction", "Rehearsal", "Run", "TorchWatch", "advise", "measure_model", "outside_calibration", "predict"]
+__all__ += ["probe_machine", "rehearse", "watch"]

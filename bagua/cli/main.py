@@ -23,6 +23,7 @@ _COMMANDS = {
     "lab": ("bagua.cli.lab.command", "run a script on hosts with slow links, all of them on this machine"),
     "timeline": ("bagua.cli.timeline", "put the traces of all ranks of a job together, for Perfetto"),
     "top": ("bagua.cli.top", "show the ranks of a running job"),
+    "watch": ("bagua.cli.watch", "say how much of a step of any torch job waits for the network"),
 }
 _EPILOG = """\
 commands:

@@ -61,6 +61,7 @@ from bagua.comm.store.serving import close_store, connect_store, meet_at, open_s
 from bagua.comm.store.serving import thread_store
 from bagua.comm.torch_backend.creation import create_requested_group, install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
+from bagua.comm.torch_calls import TorchCalls
 from bagua.comm.torch_forms.factors import *
 from bagua.comm.torch_forms.lists import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors
 from bagua.comm.torch_forms.lists import reduce_scatter_tensors, scatter_tensors

@@ -30,7 +30,7 @@ from bagua.torch_api.communication import *
 from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
 
 if TYPE_CHECKING:
-    from bagua.advise import advise
+    from bagua.advise import advise, watch
     from bagua.cli import notebook_launch
     from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
 
@@ -62,6 +62,7 @@ __all__ = [
     "notebook_launch",
     "print_rank_0",
     "unwrap",
+    "watch",
     "with_bagua",
 ]
 __all__ += [name for name in communication.__all__ if name not in communication.TYPES]
@@ -81,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 #: What few programs ask for, and takes long to import.
 _LATE = {
-    "advise": "bagua.advise",
+    **dict.fromkeys(("advise", "watch"), "bagua.advise"),
     "notebook_launch": "bagua.cli",
     **dict.fromkeys(("average_metrics", "distributed_loader", "print_rank_0"), "bagua.utilities.training"),
 }

@@ -94,7 +94,8 @@ def test_steps_between_exchanges_and_the_outer_step(numbers_file):
 def test_watching(numbers_file):
     few = ["--rounds", "1", "--hidden", "8", "--runs", "1", "--steps", "3", "--sizes", "2", "--backends", "shm"]
     assert watching.main([*few, "--json", str(numbers_file)]) == 0
-    assert names(numbers_file) == ["2 ranks, batch 16: watched : without a record"]
+    compared = ["DDP with bagua.watch() : without", "watched : without a record"]
+    assert names(numbers_file) == [f"2 ranks, batch 16: {one}" for one in compared]
     notes = json.loads(numbers_file.read_text())["notes"]
     assert notes["2 ranks on shm: the late rank is named"].endswith("of 1")
     assert float(notes["shm: exposed, hidden and waiting time : that of the calls by a stopwatch"]) > 0.5

@@ -140,6 +140,14 @@ def have_parts_of_modules() -> None:
     assert module._modules == {}
 
 
+def see_ddp() -> None:
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert autograd.ddp_seconds(module, 1) < 0
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+    assert autograd.ddp_seconds(module) >= 0
+
+
 #: Name, what goes wrong without it, and a use.
 def see_profiler() -> None:
     assert autograd.profiling() is False
@@ -152,6 +160,14 @@ def see_profiler() -> None:
 NAMES: dict[str, tuple[str, Callable[[], object]]] = {
     "torch.autograd.profiler._is_profiler_enabled": ("calls are named where a profiler runs", see_profiler),
     "torch.distributed._Work": ("backend bagua hands its works to C++", torch_private.Work),
+    "torch.distributed._broadcast_coalesced": (
+        "bagua.watch counts the buffers of DDP",
+        lambda: on_a_group(lambda group: torch_private.broadcast_coalesced(group, [torch.ones(2)], 100, 0)),
+    ),
+    "DistributedDataParallel._get_ddp_logging_data, _set_ddp_runtime_logging_sample_rate": (
+        "bagua.watch knows what part of a step of DDP is exposed",
+        lambda: on_a_group(lambda _: see_ddp()),
+    ),
     "torch.distributed._make_nccl_premul_sum": (
         "bagua.distributed has ReduceOp.PREMUL_SUM",
         multiply_before_adding,

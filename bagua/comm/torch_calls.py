@@ -1,0 +1,122 @@
+"""What calls of ``torch.distributed`` carry, and how long they block: seen by wrapping torch's own groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm import torch_private
+from bagua.errors import NotInitializedError
+
+#: Methods of groups, by where this rank's input is; those that only wait or receive have none.
+_INPUT = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"), 0),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather"), 1),
+    **dict.fromkeys(("_allgather_base", "all_gather_single", "all_gather_single_coalesced"), 1),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "scatter"), 1),
+    **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), 1),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
+    **dict.fromkeys(("barrier", "monitored_barrier", "recv", "recv_anysource"), -1),
+}
+
+
+class TorchCalls:
+    """Counts the calls that Python makes on torch's groups, from now until ``end``. Results are those of torch.
+
+    Calls that C++ makes, as those of ``DistributedDataParallel``, do not pass here, and neither do those of backends in
+    Python. Only time in which the thread that calls is blocked counts: waits of a GPU's streams do not.
+
+    Attributes:
+        calls: how many.
+        input_bytes: bytes of this rank's input.
+        blocked_s: seconds in calls and in waits for them.
+
+    Raises:
+        NotInitializedError: torch has no default group yet.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            raise NotInitializedError("call init_process_group before bagua.watch()")
+        self.calls, self.input_bytes, self.blocked_s = 0, 0, 0.0
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store = torch_private.default_store()
+        self._former: list[tuple[Any, str, Any]] = []
+        for name, position in _INPUT.items():
+            if name in vars(dist.ProcessGroup):
+                self._replace(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), position))
+        self._replace(torch_private.Work, "wait", self._timed(torch_private.Work.wait))
+        # Buffers and first weights of DistributedDataParallel.
+        self._replace(dist, "_broadcast_coalesced", self._counted(torch_private.broadcast_coalesced, 0))
+
+    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        self._former.append((owner, name, vars(owner)[name]))  # An attribute of the class would not bind its object.
+        setattr(owner, name, new)
+
+    def _timed(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return act(*arguments, **options)
+            finally:
+                self.blocked_s += time.perf_counter() - begun
+
+        return timed
+
+    def _counted(self, act: Callable[..., Any], position: int) -> Callable[..., Any]:
+        timed = self._timed(act)
+
+        def counted(group: Any, *arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if 0 <= position < len(arguments):
+                self.input_bytes += _nbytes(arguments[position])
+            return timed(group, *arguments, **options)
+
+        return counted
+
+    def end(self) -> None:
+        """Give torch its functions back."""
+        while self._former:
+            setattr(*self._former.pop())
+
+    def way_s(self) -> float:
+        """Seconds of a way to the store of the job: the fastest of a few."""
+        ways = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            self._store.check([self._key(self.rank)])
+            ways.append((time.perf_counter() - begun) / 2)
+        return min(ways)
+
+    def tell(self, said: str) -> None:
+        """Leave a message for rank 0 in the store of the job."""
+        self._store.set(self._key(self.rank), said)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"bagua/watch/{rank}"
+
+    def told(self, limit_s: float) -> dict[int, bytes]:
+        """What ranks have left, of those that leave something within ``limit_s`` seconds."""
+        found: dict[int, bytes] = {}
+        until = time.monotonic() + limit_s
+        for rank in range(self.size):
+            key = self._key(rank)
+            try:
+                self._store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.01)))
+                found[rank] = self._store.get(key)
+            except RuntimeError:  # It has not come, or the store is gone.
+                continue
+        return found
+
+
+def _nbytes(tensors: Any) -> int:
+    """Bytes of a tensor, or of all in nested lists."""
+    if isinstance(tensors, (list, tuple)):
+        return sum(map(_nbytes, tensors))
+    return tensors.nbytes if isinstance(tensors, torch.Tensor) else 0
