@@ -131,13 +131,12 @@ class Codec(ABC):
             InvalidTensorError: a dtype that this codec cannot compress, or an unfit ``out``.
         """
         flat = tensor.detach().reshape(-1)
-        metadata = Metadata(flat.numel(), flat.dtype)
-        nbytes = self.compressed_bytes(metadata)
+        payload = self._checked_payload(Metadata(flat.numel(), flat.dtype))
+        nbytes = align(payload)
         if out is None:
             out = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
         else:
             _check_bytes(out, nbytes, "out")
-        payload = self._payload_bytes(metadata)
         if payload:
             self._encode(flat, out)
         if payload != nbytes:
@@ -164,7 +163,7 @@ class Codec(ABC):
             InvalidTensorError: ``data`` or ``out`` does not fit ``metadata``.
             ConfigurationError: ``add`` without ``out``.
         """
-        _check_bytes(data, self.compressed_bytes(metadata), "data")
+        _check_bytes(data, align(self._checked_payload(metadata)), "data")
         if out is None:
             if add:
                 raise ConfigurationError("there is nothing to add to", argument="out", expected="a tensor", seen=None)
@@ -181,6 +180,10 @@ class Codec(ABC):
         Raises:
             InvalidTensorError: this codec cannot compress such a tensor.
         """
+        return align(self._checked_payload(metadata))
+
+    def _checked_payload(self, metadata: Metadata) -> int:
+        """``_payload_bytes`` of a tensor that this codec can compress."""
         if metadata.dtype not in self.dtypes:
             raise InvalidTensorError(
                 f"{self!r} cannot compress this dtype",
@@ -188,7 +191,7 @@ class Codec(ABC):
                 expected=" or ".join(str(dtype) for dtype in self.dtypes),
                 seen=metadata.dtype,
             )
-        return align(self._payload_bytes(metadata))
+        return self._payload_bytes(metadata)
 
     @abstractmethod
     def _payload_bytes(self, metadata: Metadata) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua.checks import check_kind
-from bagua.compression.codec import Codec, Metadata, store
+from bagua.compression.codec import Codec, Metadata
 from bagua.compression.packing import check_block_numel, in_pieces, in_rows, mixed_seed, noise_like
 
 #: A step that is a little longer than a 255th of the range, and a first code that is a little
@@ -108,7 +108,7 @@ class MinMaxUInt8(Codec):
         return first, step, data[header_bytes : header_bytes + metadata.numel]
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        first, step, codes = self._split(out, Metadata.of(flat))
+        first, step, codes = self._split(out, Metadata(flat.numel(), flat.dtype))
         kernels = None if self.unbiased else _kernels(flat.device.type)
         if kernels is not None and kernels.suits(self.block_numel, flat.dtype):
             kernels.encode(flat, first, step, codes, self.block_numel)
@@ -220,5 +220,7 @@ def _decode_rows(
         values.mul_(steps).add_(firsts)
         if limit is not None:
             values.clamp_(-limit, limit)
-        if not direct:
-            store(values, target, add)
+        if add:
+            target.add_(values)
+        elif not direct:
+            target.copy_(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -166,30 +166,33 @@ class ScatterGatherReducer(CodecReducer):
         size, rank = communicator.size, communicator.rank
         # Who sends an element alone is all who have it, so its value counts for every rank.
         weight_of_one = 1.0 / size if self.of_senders else 1.0
-        drawn, exact = self.codec.for_draw(rank, memory.step), summing_dtype(flat.dtype)
-        shares = Shares(drawn, flat.numel(), size)
-        row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
-        sent = memory.buffer("sent", size * row_bytes, torch.uint8)
-        received = memory.buffer("received", size * row_bytes, torch.uint8)
+        drawn, shares = self.codec.for_draw(rank, memory.step), memory.layout
+        if not (isinstance(shares, Shares) and shares.fits(self.codec, flat, size)):
+            memory.layout = shares = Shares(self.codec, flat.numel(), size, flat.dtype)
+        sent = memory.buffer("sent", size * shares.row_bytes, torch.uint8).view(size, shares.row_bytes)
+        received = memory.buffer("received", size * shares.row_bytes, torch.uint8)
+        rows = received.view(size, shares.row_bytes)
 
-        shares.compress(flat, sent.view(size, row_bytes))
-        communicator.alltoall(received, sent)
-        own = flat[shares.slices[rank]]
+        for sending, row in zip(shares.raw, sent, strict=True):
+            drawn.compress(flat[sending.place], out=row[: sending.nbytes])
+        communicator.alltoall(received, sent.view(-1))
+        own, mine = flat[shares.raw[rank].place], shares.raw[rank]
         if remainder is not None:
-            shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
+            for sending, row in zip(shares.raw, sent, strict=True):
+                drawn.decompress(row[: sending.nbytes], sending.metadata, out=remainder[sending.place])
             torch.sub(flat, remainder, out=remainder)
         # What is lost is known: the total may lie where this rank's own slice was.
-        total = own if exact == flat.dtype else memory.buffer("total", own.numel(), exact)
-        rows = received.view(size, row_bytes)[:, : self.codec.compressed_bytes(Metadata.of(own))]
-        self._add_up(rows, Metadata.of(own), total, memory)
+        total = own if shares.exact == flat.dtype else memory.buffer("total", own.numel(), shares.exact)
+        self._add_up(rows[:, : mine.nbytes], mine.metadata, total, memory)
 
-        answer = sent[:row_bytes]
+        answer = sent[0]
         again = drawn.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
-        again.compress(total, out=answer[: self.codec.compressed_bytes(Metadata.of(total))])
+        again.compress(total, out=answer[: shares.summed[rank].nbytes])
         communicator.allgather(received, answer)
         # This rank has to send ``weight_of_one`` again for each 1 that its answer lacks.
-        left = None if remainder is None else remainder[shares.slices[rank]].add_(total, alpha=weight_of_one)
-        shares.decompress(received.view(size, row_bytes), exact, flat)
+        left = None if remainder is None else remainder[mine.place].add_(total, alpha=weight_of_one)
+        for coming, row in zip(shares.summed, rows, strict=True):
+            drawn.decompress(row[: coming.nbytes], coming.metadata, out=flat[coming.place])
         if left is not None:
             left.sub_(own, alpha=weight_of_one)
 
@@ -201,40 +204,46 @@ class ContributorsByRange(ScatterGatherReducer):
     of_senders: ClassVar[bool] = True
 
 
+class Share(NamedTuple):
+    """One slice of a flat tensor: its elements, what must be known to decode it, and its compressed size in bytes."""
+
+    place: slice
+    metadata: Metadata
+    nbytes: int
+
+
 class Shares:
-    """The slices of a flat tensor, one for each rank, and their place in rows of bytes.
+    """The slices of a flat tensor, one for each rank: found out once for all calls.
 
     Args:
         codec: codec of the slices.
         numel: elements of the tensor; the last slices may have fewer, or none.
         size: number of slices.
+        dtype: dtype of the tensor.
 
     Attributes:
-        slices: slices of the elements.
+        exact: dtype of sums.
+        raw: slices of the tensor.
+        summed: the same slices of sums.
+        row_bytes: bytes that any of them takes at most.
     """
 
-    def __init__(self, codec: Codec, numel: int, size: int) -> None:
+    def __init__(self, codec: Codec, numel: int, size: int, dtype: torch.dtype) -> None:
         length = -(-numel // size)
-        self._codec = codec
-        self.slices = [slice(min(r * length, numel), min((r + 1) * length, numel)) for r in range(size)]
+        self._known = (codec, numel, size, dtype)
+        self.exact = summing_dtype(dtype)
+        places = [slice(min(r * length, numel), min((r + 1) * length, numel)) for r in range(size)]
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that any of the slices takes at most."""
-        return max(self._nbytes(part, dtype) for part in self.slices)
+        def shares_of(kind: torch.dtype) -> list[Share]:
+            told = [Metadata(one.stop - one.start, kind) for one in places]
+            return [Share(one, known, codec.compressed_bytes(known)) for one, known in zip(places, told, strict=True)]
 
-    def _nbytes(self, part: slice, dtype: torch.dtype) -> int:
-        return self._codec.compressed_bytes(Metadata(part.stop - part.start, dtype))
+        self.raw, self.summed = shares_of(dtype), shares_of(self.exact)
+        self.row_bytes = max(share.nbytes for share in (*self.raw, *self.summed))
 
-    def compress(self, flat: torch.Tensor, rows: torch.Tensor) -> None:
-        """Each slice of ``flat`` into its row."""
-        for part, row in zip(self.slices, rows, strict=True):
-            self._codec.compress(flat[part], out=row[: self._nbytes(part, flat.dtype)])
-
-    def decompress(self, rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
-        """Each row, compressed from ``dtype``, into its slice of ``out``."""
-        for part, row in zip(self.slices, rows, strict=True):
-            metadata = Metadata(part.stop - part.start, dtype)
-            self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
+    def fits(self, codec: Codec, flat: torch.Tensor, size: int) -> bool:
+        """Whether these are the slices of ``flat`` for ``size`` ranks."""
+        return self._known == (codec, flat.numel(), size, flat.dtype)
 
 
 @dataclass(frozen=True)
