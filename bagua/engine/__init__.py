@@ -20,7 +20,7 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.lanes import Executor, create_executor
+from bagua.engine.schedule.lanes import Lane, create_lane
 from bagua.engine.start import begin_training, refuse_in_join, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
@@ -44,9 +44,9 @@ __all__ = [
     "BucketType",
     "EngineAccess",
     "EngineOptions",
-    "Executor",
     "GlobalAverage",
     "InitOptions",
+    "Lane",
     "Reducer",
     "ReducerOptions",
     "Remembered",
@@ -67,7 +67,7 @@ __all__ = [
     "check_saved_state",
     "collect",
     "compare",
-    "create_executor",
+    "create_lane",
     "merged",
     "optimizer_list",
     "refuse_in_join",

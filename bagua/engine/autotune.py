@@ -210,7 +210,7 @@ def settings_of(formation: Formation) -> list[Setting]:
 
 def _has_other_form(formation: Formation) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
-    if not has_two_levels(formation.group) or formation.execution.remembers:
+    if not has_two_levels(formation.group) or formation.scheduler.remembers:
         return False
     try:
         other = formation.declaration.in_form(hierarchical=not formation.setting.hierarchical)
@@ -223,4 +223,4 @@ def _has_other_form(formation: Formation) -> bool:
 def _as_cut(formation: Formation) -> bool:
     """Whether the buckets are what their size makes of them, and not what a checkpoint brought."""
     names, wanted = formation.registration.names, formation.layout(formation.setting.bucket_bytes)
-    return [[names[one] for one in bucket] for bucket in wanted] == [list(b.names) for b in formation.execution.buckets]
+    return [[names[one] for one in bucket] for bucket in wanted] == [list(b.names) for b in formation.scheduler.buckets]

@@ -33,7 +33,7 @@ class GlobalAverage:
         self._reducer = reducer
         self._step = reducer.phases.ending.merged_at = reducer.step
         reducer.formation.failure.check()
-        self._suspended = reducer.execution.suspend()
+        self._suspended = reducer.scheduler.suspend()
         self._layout = reducer.buckets
         trained = list(reducer.formation.registration.parameters)
         held = reducer.formation.model.buffers() if any("buffers" in one.needs for one in exchanges) else {}
@@ -47,7 +47,7 @@ class GlobalAverage:
         """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
         formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
         try:
-            formation.execution.once(exchanges, formation.model, formation.options, formation.clock)
+            formation.scheduler.once(exchanges, formation.model, formation.options, formation.phases.clock)
             return [tensor.detach().clone() for tensor in self._tensors]
         finally:
             for tensor, kept in zip(self._tensors, own, strict=True):
@@ -80,7 +80,7 @@ class GlobalAverage:
         self._swap()
         self._others = []
         if self._reducer.buckets is self._layout:
-            self._reducer.execution.resume(self._suspended)
+            self._reducer.scheduler.resume(self._suspended)
 
     def __float__(self) -> float:
         return self.distance

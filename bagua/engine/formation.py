@@ -20,10 +20,9 @@ from bagua.engine.gradients import restore_unused
 from bagua.engine.meeting import StepFailure, meet
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule import facts
-from bagua.engine.schedule.execution import Execution
 from bagua.engine.schedule.lanes import ModelLanes, describe
 from bagua.engine.schedule.phases import Phases
-from bagua.engine.schedule.tracks import Clock
+from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state.agreement import compare_or_refuse
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
@@ -54,10 +53,11 @@ class Formation:
         model: facts about the module for the algorithm.
         order: order in which gradients appear.
         phases: the step that comes next, and what is exchanged in it.
-        execution: buckets, and the exchanges in them.
+        scheduler: buckets, and the exchanges in them.
         equality: comparison of what must be equal on all ranks.
         failure: record of what could not be finished here.
         idle: True if there is nothing to do, as on a group of one rank.
+        acts_between: True if the algorithm wants to know of the beginning of each step.
         to_compare: step that ended last, if ranks have yet to compare what must be equal after it; else None.
     """
 
@@ -76,15 +76,15 @@ class Formation:
         user_group = get_default_group() if process_group is None else as_group(process_group, "process_group")
         self.algorithm = declaration.reify(user_group)
         leader = check_leader(options.intra_comm_root_rank, user_group)
-        self.phases = Phases(user_group.size)
+        self.phases = Phases(user_group.size, options.grad_scaler)
         self._rebuilt = 0
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
         describe(self.group, partial(_whereabouts, weakref.ref(self)))
         self.lanes = ModelLanes(self.group)
-        self.execution = Execution(self.group, self.lanes)
+        self.scheduler = Scheduler(self.group, self.lanes)
         self._own(self.group)
-        self.idle = self.group.size == 1 and not declaration.acts_alone
+        self._bind(declaration, self.algorithm)
         self.equality = EqualityCheck(declaration, options)
         self.to_compare: int | None = None
         self.failure = StepFailure(self.group)
@@ -99,7 +99,7 @@ class Formation:
     def _own(self, group: ProcessGroup) -> None:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
         group.when_closing(partial(self.phases.ending.tell, group.global_communicator))
-        group.when_closing(partial(self.lanes.end, weakref.WeakMethod(self.execution.settle)))
+        group.when_closing(partial(self.lanes.end, weakref.WeakMethod(self.scheduler.settle)))
         self.close_soon = close_with(self, self.lanes)
 
     # What all ranks agree on.
@@ -142,18 +142,12 @@ class Formation:
     @property
     def communicator(self) -> Communicator:
         """The private communicator, for calls of the thread that trains: exchanges in other threads are over."""
-        self.execution.settle()
+        self.scheduler.settle()
         return self.group.global_communicator
-
-    @property
-    def clock(self) -> Clock:
-        """The training step that comes next, or is under way."""
-        scaler = self.options.grad_scaler
-        return self.phases.clock(1.0 if scaler is None else float(scaler.get_scale()))
 
     def prepare(self) -> None:
         """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
-        self.execution.prepare(self.phases.coming)
+        self.scheduler.prepare(self.phases.coming)
 
     # Forming buckets.
 
@@ -203,16 +197,16 @@ class Formation:
             for index, positions in enumerate(members)
         ]
         log_buckets(self.group.rank, self.phases.step, self.declaration, buckets)
-        self.execution.take(buckets)
+        self.scheduler.take_buckets(buckets)
         self.begin()
 
     def begin(self) -> None:
         """Give the buckets their flat memory and state, and have the exchanges of the phase executed in them."""
         with self._whole("the making of its buckets"):
-            self.execution.begin(self.phases.exchanges, self.model, self.options)
+            self.scheduler.execute(self.phases.exchanges, self.model, self.options)
         self.registration.remember_storages()
-        self.execution.go_on()
-        self.algorithm.attach(self.execution.buckets, self.group, self.phases.step)
+        self.scheduler.go_on()
+        self.algorithm.attach(self.scheduler.buckets, self.group, self.phases.step)
 
     @contextlib.contextmanager
     def _whole(self, doing: str) -> Iterator[None]:
@@ -220,7 +214,7 @@ class Formation:
         try:
             yield
         except BaseException as error:
-            self.failure.tell(error, doing, self.execution.lanes.apart)
+            self.failure.tell(error, doing, self.scheduler.lanes.apart)
             raise
 
     # The end of a backward pass.
@@ -232,19 +226,18 @@ class Formation:
             without: names of those that got none here.
         """
         steps = 1 + facts.lag_of_gradients(self.phases.exchanges)
-        unused_here = self.execution.unused.after(without, steps=steps)
+        unused_here = self.scheduler.unused.after(without, steps=steps)
         feeds_back = facts.brings_lost_gradients(self.phases.exchanges)
         restore_unused(unused_here, self.model.parameters, self.communicator, feeds_back=feeds_back)
 
-    def step_ended(self) -> None:
-        """The backward pass of a step has ended. Collective in steps in which ranks are compared."""
+    def concern_step(self) -> None:
+        """The backward pass of a step has ended in which ranks are to be compared. Collective."""
         step = self.phases.step
-        if self.equality.concerns(step):
-            self.execution.settle()
-            self.equality.look_at_gradients(step, self.model, self.group)
-            self.to_compare = step
-            if self.equality.at_once:
-                self.compare_ranks()
+        self.scheduler.settle()
+        self.equality.look_at_gradients(step, self.model, self.group)
+        self.to_compare = step
+        if self.equality.at_once:
+            self.compare_ranks()
 
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks after the step ``to_compare``.
@@ -254,15 +247,15 @@ class Formation:
         """
         step, self.to_compare = self.to_compare, None
         assert step is not None, "somebody has asked for to_compare"
-        self.execution.settle()
-        belief = Belief(self.model, self.execution.buckets, self.execution.places)
+        self.scheduler.settle()
+        belief = Belief(self.model, self.scheduler.buckets, self.scheduler.places)
         self.equality.look(step, belief, self.group)
 
     # What starts from weights.
 
     def _begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        executed = self.execution
+        executed = self.scheduler
         shared = executed.fresh_and_shared
         if self.group.size > 1 and shared:
             if loads := self.equality.loads.unmet():
@@ -278,7 +271,7 @@ class Formation:
         Raises:
             ConfigurationError: others count on the weights that were there before.
         """
-        step, executed = self.phases.step, self.execution
+        step, executed = self.phases.step, self.scheduler
         if not self.equality.loads.begun:
             return
         if self.equality.loads.differ(self.registration.trained_now):
@@ -290,16 +283,14 @@ class Formation:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
         self.settle_loads()
         self.algorithm.settle()
-        if self.execution.scheduler is not None:
-            self.execution.scheduler.flush()
+        self.scheduler.flush()
 
     def close(self) -> None:
         """Give back threads and communicators, when exchanges under way have ended. Idempotent."""
         self.algorithm.close()
-        if self.execution.scheduler is not None:
-            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
-                self.execution.settle()
-            self.execution.scheduler.owe_nothing()
+        with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
+            self.scheduler.settle()
+        self.scheduler.owe_nothing()
         self.lanes.close()
 
     # Starting over.
@@ -308,7 +299,7 @@ class Formation:
         """Have the exchanges of this step's phase executed, and make what starts from the weights as they are now."""
         if self.phases.is_over:
             self._change_phase()
-        if self.execution.fresh:
+        if self.scheduler.fresh:
             self._begin_from_weights()
 
     def _change_phase(self) -> None:
@@ -318,9 +309,9 @@ class Formation:
             self.form(self.layout(self.options.bucket_bytes))
             return
         with self._whole("a change of phase"):
-            self.execution.leave()
+            self.scheduler.leave()
             self.phases.enter()
-            self.execution.enter(self.phases.exchanges, self.model, self.options)
+            self.scheduler.enter(self.phases.exchanges, self.model, self.options)
 
     @property
     def setting(self) -> Setting:
@@ -338,7 +329,7 @@ class Formation:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bound(declaration)
         with self._whole("the end of its buckets"):
-            self.execution.keep_parts()
+            self.scheduler.keep_parts()
         self.put_aside()
         self._take(declaration, algorithm, dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes))
         self.form(self.layout(setting.bucket_bytes))
@@ -352,9 +343,14 @@ class Formation:
     def _take(self, declaration: Algorithm, algorithm: AlgorithmImpl, options: EngineOptions) -> None:
         if algorithm is not self.algorithm:
             self.algorithm.close()
-        self.declaration, self.algorithm, self.options = declaration, algorithm, options
-        self.idle = self.group.size == 1 and not declaration.acts_alone
+        self.options = options
+        self._bind(declaration, algorithm)
         self.phases.bind(declaration, self.model)
+
+    def _bind(self, declaration: Algorithm, algorithm: AlgorithmImpl) -> None:
+        self.declaration, self.algorithm = declaration, algorithm
+        self.idle = self.group.size == 1 and not declaration.acts_alone
+        self.acts_between = type(algorithm).safe_point is not AlgorithmImpl.safe_point
 
     def put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
@@ -362,7 +358,7 @@ class Formation:
             self.algorithm.settle()
         self.settle_loads()
         with self._whole("the end of its buckets"):
-            self.execution.take_apart()
+            self.scheduler.take_apart()
         self.order.forget()
 
     def rebuild(self, difference: str) -> None:
@@ -385,7 +381,7 @@ class Formation:
         before = self.registration
         refusal = self._register()
         kept = before.kept_by(self.registration)
-        forgotten = self.execution.follow(kept)
+        forgotten = self.scheduler.follow(kept)
         anew = [name for name in forgotten if name in self.registration.names and name not in kept.values()]
         if anew and self.group.rank == 0:
             algorithm = type(self.declaration).__name__
@@ -429,7 +425,6 @@ def _whereabouts(reference: weakref.ref[Formation]) -> str:
     formation = reference()
     if formation is None:
         return ""
-    scheduler = formation.execution.scheduler
-    bucket = None if scheduler is None else scheduler.waits_for
+    bucket = formation.scheduler.waits_for
     names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
     return f"step {formation.phases.step}{names}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bagua.comm import Recorder
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
 from bagua.engine.buckets.registration import require_outside, warn_of_accumulation, warn_of_unseen
@@ -78,23 +77,6 @@ class Pass:
         self._complete(self)
 
 
-class Passes:
-    """The passes of one model, for the timeline."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._begun: float | None = None
-        self._name = ""
-
-    def enter(self, name: str) -> None:
-        """A part of a step begins, which ends the one before."""
-        if self._recorder.trace is None:
-            return
-        if self._begun is not None:
-            self._recorder.span(self._name, self._begun, track="model")
-        self._begun, self._name = self._recorder.clock(), name
-
-
 class BackwardHooks:
     """Tells a reducer when gradients are there and when a backward pass is over.
 
@@ -115,7 +97,8 @@ class BackwardHooks:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
         self._recorder, self._several = reducer.group.recorder, reducer.group.size > 1
-        self._passes = Passes(self._recorder)
+        #: When the part of a step that goes on began, and its name: for the timeline.
+        self._part: tuple[float, str] | None = None
         self.accumulates, self.closed = False, False
         self.before_step: Callable[[], object] = nothing
         self._handles: list[Any] = []
@@ -154,6 +137,12 @@ class BackwardHooks:
     def trained(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that are trained together, as they are now."""
         return self.reducer.formation.registration.parameters
+
+    def _show(self, name: str) -> None:
+        """In the timeline, a part of a step begins, which ends the one before."""
+        if self._part is not None:
+            self._recorder.span(self._part[1], self._part[0], track="model")
+        self._part = (self._recorder.clock(), name)
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. Where one rank has nothing to do, attach to nothing.
@@ -273,8 +262,9 @@ class BackwardHooks:
             reducer.formation.failure.check()
         self._entered = True
         if self._recorder.trace is not None:
-            self._passes.enter("forward pass")
-        reducer.after_optimizers(stepped=self._stepped)
+            self._show("forward pass")
+        if reducer.scheduler.owes:
+            reducer.after_optimizers(stepped=self._stepped)
         if reducer.formation.to_compare is not None:
             reducer.compare_ranks()
         if (difference := reducer.formation.registration.difference()) is not None:
@@ -318,7 +308,7 @@ class BackwardHooks:
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
         if self._recorder.trace is not None:
-            self._passes.enter("backward pass")
+            self._show("backward pass")
         if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
             self._start_step()
 
@@ -328,15 +318,15 @@ class BackwardHooks:
             if self.joining is not None:
                 self.joining.check_announced()
             if self._was_entered:
-                self.reducer.begin_backward()
+                take = self.reducer.begin_backward()
             else:
                 self.reducer.formation.registration.refuse_change()
-                self.reducer.begin_step()
+                take = self.reducer.begin_step()
         except BaseException as error:
             self.reducer.give_up(error)
             raise
-        if self.reducer.phases.follows_gradients:
-            self.take = refuse_graph if torch.is_grad_enabled() else self.reducer.taker
+        if take is not None:
+            self.take = refuse_graph if torch.is_grad_enabled() else take
             return
         self.take = self._arrivals.append
         if self._sentinels is not None and not accumulates(self.trained):
@@ -352,7 +342,7 @@ class BackwardHooks:
         phases = self.reducer.phases
         step = phases.step
         try:
-            if self._is_step and (self.reducer.execution.scheduler is not None or self._form_buckets()):
+            if self._is_step and (self.reducer.scheduler.formed or self._form_buckets()):
                 self._complete_step()
             if self.take is None or phases.step != step:
                 self._due = set(map(id, self.reducer.optimizers))
@@ -364,7 +354,7 @@ class BackwardHooks:
         finally:
             self._forget_pass()
             if self._recorder.trace is not None:
-                self._passes.enter("between passes")
+                self._show("between passes")
 
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
@@ -406,8 +396,7 @@ class BackwardHooks:
             self.joining.rescale()
         self._stepped = False
         self._steps_of_update += 1
-        scheduler = reducer.execution.scheduler
-        if (scheduler is not None and scheduler.owes) or reducer.formation.to_compare is not None:
+        if reducer.scheduler.owes or reducer.formation.to_compare is not None:
             self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
@@ -451,9 +440,11 @@ class BackwardHooks:
         self._due.discard(id(optimizer))
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
-            self.reducer.after_optimizers(late=False)
-            if self.reducer.formation.to_compare is not None:
-                self.reducer.compare_ranks()
+            reducer = self.reducer
+            if reducer.scheduler.owes or reducer.formation.model.noted_rates:
+                reducer.after_optimizers(late=False)
+            if reducer.formation.to_compare is not None:
+                reducer.compare_ranks()
             if not self._was_entered and self.joining is None:  # A method of the model has the loss.
                 self.enter_step()
                 self._entered = False

@@ -143,7 +143,7 @@ class Joining:
     def _take_state(self, root: int) -> None:
         """All ranks take the weights, buffers and optimizer state of ``root``, which has stepped to the end."""
         reducer, communicator = self._reducer, self._communicator
-        reducer.execution.settle()
+        reducer.scheduler.settle()
         communicator.broadcast_coalesced(tensors_of(reducer.module, parameters=True, buffers=True), root)
         for optimizer in reducer.optimizers:
             mine = communicator.rank == root
@@ -195,13 +195,12 @@ def _step_without_data(engine: Engine, joining: Joining) -> None:
     reducer = engine.reducer
     engine.enter_step()
     _forget_gradients(reducer)
-    if reducer.execution.scheduler is None:
+    if not reducer.scheduler.formed:
         reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
         reducer.initialize_buckets()
-    assert reducer.execution.scheduler is not None
     reducer.begin_step()
     if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
-        reducer.execution.scheduler.fill_missing(reducer.execution.scheduler.missing())
+        reducer.scheduler.fill_missing(reducer.scheduler.missing())
     reducer.mark_on_complete()
     if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
         joining.rescale()

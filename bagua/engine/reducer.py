@@ -32,6 +32,10 @@ def _tell_nobody(_: BaseException | str) -> None:
     """No islands want to know why training has ended here."""
 
 
+#: Takes the gradient of a parameter.
+Taker = Callable[[torch.nn.Parameter], None]
+
+
 class Reducer:
     """Collects the gradients of a module in buckets, and has each bucket exchanged when it is complete.
 
@@ -61,7 +65,7 @@ class Reducer:
 
     Attributes:
         group: private to this reducer.
-        formation: agreement of all ranks; its phases and its execution are attributes here, too.
+        formation: agreement of all ranks; its phases and its scheduler are attributes here, too.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -147,7 +151,7 @@ class Reducer:
         self.formation = formation
         # What lasts as long as the formation: each step asks for it.
         self.module, self.optimizers, self.group = formation.module, formation.optimizers, formation.group
-        self.phases, self.execution = formation.phases, formation.execution
+        self.phases, self.scheduler = formation.phases, formation.scheduler
         self._versions: list[int] = []
 
     # What a caller may ask.
@@ -170,12 +174,12 @@ class Reducer:
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets, in the order in which their gradients become complete; none before they are formed."""
-        return self.execution.buckets
+        return self.scheduler.buckets
 
     @property
     def initialized(self) -> bool:
         """Whether buckets have been formed."""
-        return self.execution.scheduler is not None
+        return self.scheduler.formed
 
     bucket_initialized = initialized
 
@@ -221,54 +225,57 @@ class Reducer:
         """
         if param not in self.formation.registration:
             raise foreign(param)
-        if self.execution.scheduler is None:
+        if not self.scheduler.formed:
             exchanges = self.formation.declaration.every_exchange()
             value = param.grad if sends_gradients(exchanges) else param.detach()
             if value is None:
                 raise not_formed()
             return value
-        slot = self.execution.scheduler.slots[id(param)]
+        slot = self.scheduler.slots[id(param)]
         return slot.parameter.detach() if slot.view is None else slot.view
-
-    @property
-    def taker(self) -> Callable[[torch.nn.Parameter], None]:
-        """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
-        formation, scheduler = self.formation, self.execution.scheduler
-        take = formation.order.add if scheduler is None else scheduler.take
-        watched = self.phases.step == 0 and formation.options.buckets
-        return formation.equality.watch_gradients(take) if watched else take
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
-        if self.formation.equality.loads.begun:
-            self.formation.settle_loads()
-        if self.execution.scheduler is None:
+        formation, phases, scheduler = self.formation, self.phases, self.scheduler
+        if formation.equality.loads.begun:
+            formation.settle_loads()
+        if not scheduler.formed:
             return False
-        phases = self.phases
         before = (phases.between_steps, phases.follows_gradients)
-        self.formation.follow_phase()
-        self.formation.algorithm.safe_point(phases.step)
-        if self.execution.scheduler.has_safe_points:
+        if phases.several or scheduler.fresh:
+            formation.follow_phase()
+        if formation.acts_between:
+            formation.algorithm.safe_point(phases.step)
+        if scheduler.has_safe_points:
             with self._giving_up():
-                self.execution.scheduler.safe_point(self.formation.clock)
+                scheduler.safe_point(phases.clock)
         return before != (phases.between_steps, phases.follows_gradients)
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> Taker | None:
         """A synchronized backward pass starts, and no forward pass came before it."""
         self.formation.failure.check()
         self.compare_ranks()
-        if self.execution.scheduler is not None:
+        if self.scheduler.formed:
             self.formation.follow_phase()
-        self.begin_backward()
+        self.scheduler.rests_until = 0
+        return self.begin_backward()
 
-    def begin_backward(self) -> None:
-        """A synchronized backward pass starts, after ``before_step``."""
-        scheduler = self.execution.scheduler
-        if scheduler is None or self.phases.between_steps:
-            return
-        scheduler.begin(self.formation.clock)
-        if not self.phases.follows_gradients:
-            scheduler.launch_ready()
+    def begin_backward(self) -> Taker | None:
+        """A synchronized backward pass starts, after ``before_step``.
+
+        Returns:
+            What takes each gradient of it; None where none is followed.
+        """
+        phases, scheduler, formation = self.phases, self.scheduler, self.formation
+        if scheduler.formed and not phases.between_steps and phases.step >= scheduler.rests_until:
+            scheduler.begin(phases.clock)
+            if not phases.follows_gradients:
+                scheduler.launch_ready()
+        if not phases.follows_gradients:
+            return None
+        take: Taker = scheduler.take if scheduler.formed else formation.order.add
+        watched = phases.step == 0 and formation.options.buckets
+        return formation.equality.watch_gradients(take) if watched else take
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -277,13 +284,14 @@ class Reducer:
             ConfigurationError: its gradient was there before in the same backward pass, or it is no parameter of the
                 module.
         """
-        if self.execution.scheduler is None:
+        scheduler = self.scheduler
+        if not scheduler.formed:
             raise not_formed()
-        if id(param) not in self.execution.scheduler.slots:
+        if id(param) not in scheduler.slots:
             raise foreign(param)
-        if not self.execution.scheduler.active:
+        if not scheduler.active:
             self.begin_step()
-        self.execution.scheduler.take(param)
+        scheduler.take(param)
 
     def mark_bucket_ready(self, bucket: Bucket | Sequence[torch.Tensor], bucket_idx: int | None = None) -> None:
         """Take the gradients of all parameters of a bucket.
@@ -312,25 +320,29 @@ class Reducer:
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
             CommunicationError: an exchange failed, wherever it ran.
         """
-        phases, scheduler = self.phases, self.execution.scheduler
-        if scheduler is None:
+        phases, scheduler, formation = self.phases, self.scheduler, self.formation
+        if not scheduler.formed:
             raise not_formed()
         if phases.between_steps:
             phases.advance()
             return
-        find_unused = self.formation.options.find_unused_parameters
-        missing = scheduler.missing() if phases.follows_gradients else []
-        if missing and not find_unused:
-            if len(missing) == len(scheduler.slots):
-                return
-            raise unused({self.group.rank: [slot.name for slot in missing]})
-        without = {slot.name for slot in scheduler.fill_missing(missing)} if missing else set()
-        scheduler.complete()
-        if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
-            self.formation.restore_unused(without)
-        self.formation.step_ended()
-        phases.advance(scheduler.clock.stride)
-        self._versions = self.formation.registration.versions if scheduler.owes else []
+        stride = 1
+        if scheduler.active or phases.step >= scheduler.rests_until:
+            find_unused = formation.options.find_unused_parameters
+            missing = scheduler.missing() if phases.follows_gradients else []
+            if missing and not find_unused:
+                if len(missing) == len(scheduler.slots):
+                    return
+                raise unused({self.group.rank: [slot.name for slot in missing]})
+            without = {slot.name for slot in scheduler.fill_missing(missing)} if missing else set()
+            scheduler.complete()
+            if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
+                formation.restore_unused(without)
+            stride = scheduler.clock.stride
+        if formation.equality.concerns(phases.step):
+            formation.concern_step()
+        phases.advance(stride)
+        self._versions = formation.registration.versions if scheduler.owes else []
 
     # Between backward passes.
 
@@ -342,7 +354,7 @@ class Reducer:
 
     def weights_will_be_loaded(self) -> None:
         """Wait for what is sent from where the weights lie."""
-        self.execution.settle()
+        self.scheduler.settle()
         self.formation.equality.loads.begin(self.formation.registration.trained_now())
 
     def weights_were_loaded(self) -> None:
@@ -360,10 +372,10 @@ class Reducer:
         Raises:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
         """
-        scheduler, formation = self.execution.scheduler, self.formation
+        scheduler, formation = self.scheduler, self.formation
         if not late:
             formation.model.forget_rates()
-        if scheduler is None or not scheduler.owes:
+        if not scheduler.owes:
             return
         watched = not stepped and bool(self.optimizers)
         if watched and self._versions not in ([], formation.registration.versions):
@@ -383,14 +395,14 @@ class Reducer:
         """See ``EngineAccess.bagua_finish``."""
         self.formation.failure.check()
         self.flush()
-        formation, executed = self.formation, self.execution
+        formation, executed = self.formation, self.scheduler
         self.phases.ending.merged_at = self.step
         closing = self.phases.made(formation.declaration.closing())
         if not closing:
             return
         equal = are_equal(formation.registration.parameters, formation.communicator)
         with self._giving_up():
-            executed.once(closing, formation.model, formation.options, formation.clock)
+            executed.once(closing, formation.model, formation.options, self.phases.clock)
         if not equal:
             executed.weights_were_replaced()
 
@@ -405,10 +417,9 @@ class Reducer:
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
-        self.formation.failure.tell(reason, "a training step", self.execution.lanes.apart)
+        self.formation.failure.tell(reason, "a training step", self.scheduler.lanes.apart)
         self.algorithm.close()
-        if self.execution.scheduler is not None:
-            self.execution.scheduler.forget()
+        self.scheduler.forget()
         self.formation.close_soon()
         self.after_failure(reason)
 

@@ -21,12 +21,12 @@ from bagua.comm import (
     size_of_all,
 )
 from bagua.engine import (
-    Executor,
+    Lane,
     Remembered,
     check_owner,
     collect,
     compare,
-    create_executor,
+    create_lane,
     meet,
     merged,
     renamed,
@@ -187,7 +187,7 @@ class HookState(ABC):
         self._grad_scaler = grad_scaler
         self._asked_for = process_group
         self._group: ProcessGroup | None = None
-        self._executor: Executor | None = None
+        self._lane: Lane | None = None
         self._places = HookBuckets()
         self._held: list[_Held] = []
         self._watch = BackwardWatch()
@@ -216,7 +216,7 @@ class HookState(ABC):
         """The ranks, on connections of this state's own. Collective the first time."""
         if self._group is None or self._group.closed:
             self._group = as_group(self._asked_for).duplicate("hook")
-            self._executor = None
+            self._lane = None
         return self._group
 
     def exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -229,8 +229,8 @@ class HookState(ABC):
             A future of the bucket's buffer, which then holds the result.
         """
         flat = bucket.buffer()
-        executor = self._executor or create_executor(self.group, flat.device, blocking=True)
-        self._executor, step = executor, self.step
+        lane = self._lane or create_lane(self.group, flat.device, blocking=True)
+        self._lane, step = lane, self.step
         self.step += bucket.is_last()
         devices: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
         completion: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -250,7 +250,7 @@ class HookState(ABC):
         if self._places.awaits_layout and not bucket.is_last():
             return future
         held, self._held = self._held, []
-        wait = executor.run(functools.partial(self._exchange, held, step))
+        wait = lane.run(functools.partial(self._exchange, held, step))
         if flat.device.type == "cpu":
             self._watch.add(Work(lambda _: wait(), completion.done))
         return future
@@ -399,9 +399,9 @@ class HookState(ABC):
 
     def close(self) -> None:
         """Give back threads and connections. Idempotent; happens at the end of the process groups at the latest."""
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
         if self._group is not None:
             self._group.close()
 

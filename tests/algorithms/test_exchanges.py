@@ -642,7 +642,7 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
         loop = loop_of(algorithm, bucket_bytes=10**6)
         loop.train(5)
         digest = loop.wrapped.bagua_state_digest()
-        memory = loop.reducer.execution.places[0].memory
+        memory = loop.reducer.scheduler.places[0].memory
         shared = [one.name for one in memory.declared.values() if one.scope == "shared" and one.per != "family"]
         tensor = memory.state[shared[0]] if shared else loop.model[0].weight.data
         if loop.rank == 1:
@@ -745,7 +745,7 @@ def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypat
     def train() -> int:
         loop = loop_of(Algorithm.of(gradients(how)), bucket_bytes=bucket_bytes)
         loop.train(2)
-        return len(loop.model._bagua_engine.reducer.execution.lanes.apart)
+        return len(loop.model._bagua_engine.reducer.scheduler.lanes.apart)
 
     assert thread_ranks(2, train) == [more, more]
 

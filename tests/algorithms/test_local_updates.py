@@ -622,11 +622,10 @@ def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_rank
         loop = loop_of(algorithm)
         loop.train(3)
         assert loop.wrapped.bagua_state_dict()["step"] == 3
-        for course in loop.reducer.execution.courses:
-            for track in course.tracks:
-                if begins:
-                    track.memory.settle = functools.partial(settle_and_interrupt, track.memory)
-                track.bucket.write_weights = interrupt
+        for course in loop.reducer.scheduler.courses:
+            if begins:
+                course.memory.settle = functools.partial(settle_and_interrupt, course.memory)
+            course.bucket.write_weights = interrupt
         with pytest.raises(KeyboardInterrupt):
             loop.train(3)
         with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved: KeyboardInterrupt"):

@@ -18,7 +18,7 @@ from bagua.algorithms import (
     TopKAlgorithm,
 )
 from bagua.buckets import Bucket
-from bagua.engine.schedule.tracks import memory_for
+from bagua.engine.schedule.courses import memory_for
 from bagua.errors import InvalidTensorError
 from bagua.parallel import with_bagua
 from tests.algorithms.replicas import plain_sgd

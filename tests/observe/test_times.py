@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm import Call, CallTimes, Place, Recorder, in_background
+from bagua.comm import Call, CallTimes, Place, Recorder, in_background, solo_group
 from bagua.comm.records import recorder as records
 from bagua.comm.records.recorder import LATEST_LENGTH, Statistics
 from bagua.comm.records.statistics import KindStatistics
-from bagua.engine.schedule.lanes import ThreadExecutor
+from bagua.engine.schedule.lanes import ThreadLane
 from bagua.errors import CommunicationError
 from tests.harness import until
 
@@ -127,13 +127,14 @@ def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statisti
 
 def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
     recorder = Recorder(clock)
-    executor = ThreadExecutor("test-observe", recorder)
+    lane = ThreadLane(solo_group().duplicate("test-observe"))
+    lane.recorder = recorder
 
     def exchange() -> None:
         assert recorder.blocked_s(clock()) >= 0.0
 
-    executor.run(exchange)()
-    executor.close()
+    lane.run(exchange)()
+    lane.close()
     assert recorder.blocked_s(clock()) == 0.0
 
 

@@ -114,7 +114,7 @@ def test_an_algorithm_with_a_memory_keeps_its_form():
     wrapped(torch.zeros(1, 8)).sum().backward()
     reducer = wrapped._bagua_engine.reducer
     assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
-    reducer.execution.places[0].memory.state["residual"] = torch.zeros(1)
+    reducer.scheduler.places[0].memory.state["residual"] = torch.zeros(1)
     assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
 
 

@@ -173,7 +173,7 @@ def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_r
             if end == "destroy":
                 bagua.comm.destroy_process_group()
         else:
-            model.reducer.execution.settle()
+            model.reducer.scheduler.settle()
 
     thread_ranks(2, train)
 

@@ -186,8 +186,8 @@ def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(th
         loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
         loop.train(3)
         wrapped = loop.wrapped
-        tracks = wrapped._bagua_engine.reducer.execution.scheduler.tracks
-        under_way = [flight for track in tracks for flight in track.flights]
+        courses = wrapped._bagua_engine.reducer.scheduler.courses
+        under_way = [flight for course in courses for flight in course.flights]
         assert under_way
         for flight in under_way:
             flight.wait = interrupted
@@ -231,7 +231,7 @@ def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(thread_r
                 loop.train(2 * FAILS_IN)
             assert caught.value.peers == (1,)
             return
-        loop.model._bagua_engine.reducer.execution.scheduler.flush = interrupted
+        loop.model._bagua_engine.reducer.scheduler.flush = interrupted
         with pytest.raises(error):
             loop.train()
         with pytest.raises(CommunicatorClosedError, match="in the middle"):

@@ -11,6 +11,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import (
     Algorithm,
+    DiLoCoAlgorithm,
     Every,
     Exchange,
     GradientAllReduceAlgorithm,
@@ -26,8 +27,9 @@ from bagua.engine.buckets.registration import Registration
 from bagua.engine.formation import Formation
 from bagua.engine.meeting import StepFailure
 from bagua.engine.options import EngineOptions
+from bagua.engine.schedule.courses import Clock, Course
 from bagua.engine.schedule.phases import Phases
-from bagua.engine.schedule.tracks import Clock, Course, Track
+from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state import checkpoints
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from tests.harness import mlp, seeded
@@ -110,13 +112,13 @@ class _Turns(Algorithm):
 
 
 def test_steps_are_counted_from_the_begin_of_a_phase():
-    phases = Phases(2)
+    phases = Phases(2, torch.amp.GradScaler("cpu", init_scale=2.0))
     phases.bind(_Turns(), Model({}))
     seen = []
     for _ in range(6):
         if phases.is_over:
             phases.enter()
-        clock = phases.clock(2.0)
+        clock = phases.clock
         seen.append((clock.step, clock.t, clock.loss_scale, phases.follows_gradients))
         phases.step += 1
     assert seen == [
@@ -134,7 +136,7 @@ def test_a_checkpoint_says_when_its_phase_began():
     phases.bind(_Turns(), Model({}))
     phases.go_to(3, began=2)
     phases.enter()  # Buckets are formed.
-    assert (phases.clock(1.0).step, phases.clock(1.0).t, phases.restored_at) == (3, 2, 3)
+    assert (phases.clock.step, phases.clock.t, phases.restored_at) == (3, 2, 3)
     assert not phases.exchanges
 
 
@@ -158,11 +160,11 @@ def test_a_formation_is_saved_and_loaded_without_a_reducer():
     first.form_as_arrived()
     first.phases.step = 5
     saved = checkpoints.save(first)
-    assert not second.execution.buckets
+    assert not second.scheduler.buckets
     checkpoints.load(second, saved)
     assert second.phases.step == 5
-    names = [bucket.names for bucket in second.execution.buckets]
-    assert names == [bucket.names for bucket in first.execution.buckets]
+    names = [bucket.names for bucket in second.scheduler.buckets]
+    assert names == [bucket.names for bucket in first.scheduler.buckets]
     assert [name for bucket in names for name in bucket] == [*reversed(first.registration.names)]
     assert checkpoints.digest(second) == checkpoints.digest(first)
     for one in made:
@@ -177,7 +179,7 @@ def test_buckets_that_cannot_be_made_end_training_on_all_ranks():
         def fail(*_: object) -> None:
             raise MemoryError("no memory for buckets")
 
-        formation.execution.begin = fail  # type: ignore[method-assign]
+        formation.scheduler.execute = fail  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             formation.form([[*range(len(formation.registration.names))]])
         with pytest.raises(CommunicatorClosedError, match="no memory for buckets"):
@@ -203,13 +205,13 @@ def test_the_first_problem_is_the_one_that_is_told():
 
 def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, monkeypatch):
     started: list[tuple[int, int]] = []
-    start = Course._start
+    start = Course.start
 
-    def note(self: Course, track: Track, clock: Clock) -> None:
+    def note(self: Course, clock: Clock) -> None:
         started.append((bagua.comm.get_rank(), clock.t))
-        start(self, track, clock)
+        start(self, clock)
 
-    monkeypatch.setattr(Course, "_start", note)
+    monkeypatch.setattr(Course, "start", note)
 
     def train() -> None:
         loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=3))
@@ -224,3 +226,46 @@ def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, m
     thread_ranks(2, train)
     assert {t for _, t in started} == {3}
     assert {rank for rank, _ in started} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "begun"),
+    [
+        (LocalSGDAlgorithm(sync_every=4), [0, 3, 4, 7]),
+        (DiLoCoAlgorithm(sync_every=6, overlap=2), [0, 3, 4, 5, 6]),  # Starts in step 3, and is back in step 5.
+        (GradientAllReduceAlgorithm(), [*range(8)]),
+    ],
+)
+def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatch, algorithm, begun):
+    seen: list[tuple[int, int]] = []
+    begin = Scheduler.begin
+
+    def note(self: Scheduler, clock: Clock) -> None:
+        seen.append((bagua.comm.get_rank(), clock.step))
+        begin(self, clock)
+
+    monkeypatch.setattr(Scheduler, "begin", note)
+
+    def train() -> int:
+        loop = Loop("with_bagua", layers, algorithm=algorithm)
+        for _ in range(8):
+            loop.model(torch.ones(2, 4)).sum().backward()
+            loop.optimizer.step()
+        return loop.reducer.step
+
+    assert thread_ranks(2, train) == [8, 8]
+    assert sorted(set(seen)) == [(rank, step) for rank in range(2) for step in begun]
+
+
+def test_gradients_may_be_told_of_by_hand_in_a_step_in_which_nothing_is_due(thread_ranks):
+    def train() -> int:
+        loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=8))
+        loop.model(torch.ones(2, 4)).sum().backward()
+        loop.optimizer.step()
+        for _ in range(3):
+            for parameter in loop.model.parameters():
+                loop.reducer.mark_tensor_ready(parameter)
+            loop.reducer.mark_on_complete()
+        return loop.reducer.step
+
+    assert thread_ranks(2, train) == [4, 4]

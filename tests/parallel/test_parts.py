@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.comm import Recorder
+from bagua.comm import solo_group
 from bagua.engine.hooks import tensors_in
 from bagua.engine.schedule import lanes
 from bagua.errors import CollectiveMismatchError
@@ -95,7 +95,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
         device.notes.append(f"exchange on {device.current.name}")
         return Work()
 
-    wait = lanes.StreamExecutor(torch.device("cuda", 0)).run(exchange)
+    wait = lanes.StreamLane(solo_group(), torch.device("cuda", 0)).run(exchange)
     assert device.current.name == "compute"
     wait()
     assert device.notes == [
@@ -108,7 +108,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
 
 
 def test_the_background_thread_keeps_order_raises_errors_and_ends():
-    background = lanes.ThreadExecutor("test-exchanges", Recorder())
+    background = lanes.ThreadLane(solo_group().duplicate("test-exchanges"))
     order: list[int] = []
     waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
 
@@ -122,7 +122,7 @@ def test_the_background_thread_keeps_order_raises_errors_and_ends():
     with pytest.raises(ArithmeticError, match="of the exchange"):
         failing()
     background.close()
-    assert "test-exchanges" not in [thread.name for thread in threading.enumerate()]
+    assert not [thread.name for thread in threading.enumerate() if "test-exchanges" in thread.name]
 
 
 def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import bagua.torch_api
 from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
 from bagua.comm import RankKilled, solo_group
-from bagua.engine.schedule.tracks import Track, memory_for
+from bagua.engine.schedule.courses import memory_for
 from bagua.engine.state.saving import collect, restore
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
@@ -38,14 +39,31 @@ layouts = st.permutations(list(SHAPES)).flatmap(
 )
 
 
-def _places(layout: Sequence[Sequence[str]], shares: int = 1) -> list[Track]:
+@dataclass
+class Place:
+    """Holds what is remembered of a bucket."""
+
+    label: str
+    part: int
+    bucket: Bucket
+    memory: ReducerMemory
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.bucket.names
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return self.bucket.views(flat)
+
+
+def _places(layout: Sequence[Sequence[str]], shares: int = 1) -> list[Place]:
     """Buckets with a residual for each element, a counter for each bucket, and zeros in both."""
     communicator = solo_group().global_communicator
     places = []
     for index, names in enumerate(layout):
         parameters = [nn.Parameter(torch.zeros(SHAPES[name])) for name in names]
         bucket = Bucket(index, names, parameters, communicator, shares=shares)
-        place = Track("inner", index, bucket, memory_for(bucket))
+        place = Place("inner", index, bucket, memory_for(bucket))
         place.memory.declare([State("residual"), State("count", _zero, per="flat"), State("outer", per="family")])
         places.append(place)
     return places
@@ -55,7 +73,7 @@ def _zero(_: ReducerMemory) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _fill(places: Sequence[Track]) -> None:
+def _fill(places: Sequence[Place]) -> None:
     for place in places:
         place.memory.state["count"].fill_(100 + place.part)
         place.memory.state["outer.momentum"] = place.bucket.empty()
@@ -65,7 +83,7 @@ def _fill(places: Sequence[Track]) -> None:
                 view.copy_(torch.arange(view.numel()).view(view.shape) + 10.0 * ord(key) + offset)
 
 
-def _parts(places: Sequence[Track], state: str) -> dict[str, torch.Tensor]:
+def _parts(places: Sequence[Place], state: str) -> dict[str, torch.Tensor]:
     return {
         name: view
         for place in places
@@ -274,7 +292,7 @@ def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
     def residuals() -> list[float]:
         loop = Loop("with_bagua", algorithm=algorithm)
         loop.wrapped.bagua_load_state_dict(second)
-        places = loop.reducer.execution.places
+        places = loop.reducer.scheduler.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
         loop.train(1)
         assert size == 1 or loop.reducer.step == 3

@@ -19,6 +19,9 @@ class Model:
         parameters: trainable parameters, by name.
         optimizers: optimizers of the model.
         buffers: returns the floating-point buffers as they are now, by name.
+
+    Attributes:
+        noted_rates: learning rates that were kept by ``note_rates``, by ``id`` of the optimizer; empty if none are.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class Model:
         self.buffers = buffers
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
-        self._rates: dict[int, list[float]] = {}
+        self.noted_rates: dict[int, list[float]] = {}
         self._owners = {
             id(parameter): (optimizer, number)
             for optimizer in self.optimizers
@@ -40,18 +43,20 @@ class Model:
 
     def note_rates(self) -> None:
         """Keep the learning rates of this step: a schedule may go on before the step's exchange is made."""
-        self._rates = {id(one): [float(group["lr"]) for group in one.param_groups] for one in self.optimizers}
+        self.noted_rates = {id(one): [float(group["lr"]) for group in one.param_groups] for one in self.optimizers}
 
     def forget_rates(self) -> None:
         """Learning rates are those that optimizers have now."""
-        self._rates.clear()
+        self.noted_rates.clear()
 
     def rate_of(self, parameter: torch.Tensor) -> float:
         """The learning rate of ``parameter``, as noted or as it is now; 0.0 if it has no optimizer."""
         if id(parameter) not in self._owners:
             return 0.0
         optimizer, number = self._owners[id(parameter)]
-        return self._rates[id(optimizer)][number] if self._rates else float(optimizer.param_groups[number]["lr"])
+        return (
+            self.noted_rates[id(optimizer)][number] if self.noted_rates else float(optimizer.param_groups[number]["lr"])
+        )
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
         """The optimizer of ``parameter``, and its parameter group there; None if there is none."""
@@ -84,24 +89,14 @@ class Flight:
         unfilled: ``flat`` is written when it is read for the first time; see ``delay``.
         sent: a copy of what was sent, before the factor, if ``Then.start`` has kept it.
         lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.start`` wants it.
-        take: takes memory like ``flat`` until the flight is over.
+        taken: memory like ``flat`` that it has until it is over.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
     """
 
     __slots__ = (
-        *(
-            "bucket",
-            "diverged",
-            "early",
-            "finite",
-            "loss_scale",
-            "lost",
-            "memory",
-            "model",
-            "prepared",
-        ),
-        *("rescale", "round", "scale", "sent", "step", "t", "take", "unfilled", "wait", "what", "flat", "_memory"),
+        *("_memory", "_supply", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost", "memory"),
+        *("model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled", "wait", "what"),
     )
 
     def __init__(
@@ -115,8 +110,8 @@ class Flight:
         bucket: Bucket,
         memory: ReducerMemory,
         model: Model,
-        flat: torch.Tensor,
-        take: Callable[[], torch.Tensor],
+        flat: torch.Tensor | None,
+        supply: Callable[[], torch.Tensor],
         what: Any = None,
         prepared: Any = None,
         wait: Callable[[], object],
@@ -132,8 +127,9 @@ class Flight:
         self.memory = memory
         self.model = model
         self.unfilled = False
-        self.flat = flat
-        self.take = take
+        self.taken: list[torch.Tensor] = []
+        self._supply = supply
+        self.flat = self.take() if flat is None else flat
         self.what = what
         self.sent: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
@@ -153,10 +149,11 @@ class Flight:
         self.what.fill(self)
         return self.flat
 
-    def kept(self) -> list[torch.Tensor]:
-        """The memory that the flight has taken, which nobody will read."""
-        flat = self._memory if self.unfilled else self.flat
-        return [one for one in (flat, self.sent, self.lost) if one is not None]
+    def take(self) -> torch.Tensor:
+        """Memory like ``flat``, until the flight is over."""
+        memory = self._supply()
+        self.taken.append(memory)
+        return memory
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

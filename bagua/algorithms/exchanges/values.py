@@ -39,8 +39,8 @@ class Gradients(What):
 
     def fill(self, flight: Flight) -> None:
         """Nothing where they are sent from where they lie."""
-        gradients = flight.bucket.allocate_gradients()
-        if flight.flat is not gradients:
+        if flight.flat is not flight.bucket.gradients:
+            gradients = flight.bucket.allocate_gradients()
             flight.flat.copy_(gradients)
             gradients.zero_()
 

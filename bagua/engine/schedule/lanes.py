@@ -1,6 +1,6 @@
-"""Who runs an exchange, on which connections: the thread that computes, a background thread, or a stream.
+"""Lanes: who runs exchanges, on connections of its own: the thread that computes, a background thread, or a stream.
 
-A lane is a group of its own with executors. What goes on beside other exchanges has one for itself.
+What goes on beside other exchanges has a lane for itself.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ import contextlib
 import functools
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from bagua.algorithms import Exchange
 from bagua.buckets import Bucket
-from bagua.comm import BackgroundThread, Communicator, ProcessGroup, Recorder, Work, in_background
+from bagua.comm import BackgroundThread, Communicator, ProcessGroup, Work, in_background
 from bagua.errors import CommunicationError
-from bagua.torch_private import profiler_range, profiling
+from bagua.torch_private import profiler_range
 
 T = TypeVar("T")
 #: Communicates; what it returns is waited for.
@@ -34,15 +32,30 @@ def nothing() -> None:
     return
 
 
-class Executor(ABC):
-    """Runs exchanges in the order in which they are given to it."""
+class Lane:
+    """Runs exchanges in the order in which they are given to it, on connections of its own: in the calling thread.
 
-    @abstractmethod
-    def run(self, exchange: Run) -> Wait:
-        """Start ``exchange``; the returned function waits for its end and raises its error."""
+    What an exchange returns is waited for later.
+
+    Args:
+        group: private to the lane.
+
+    Attributes:
+        at_work: bucket that is exchanged, or waited for; None if there is none.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.recorder = group, group.recorder
+        self.at_work: Bucket | None = None
+
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
+        """Start ``exchange``, of ``bucket``; the returned function waits for its end and raises its error."""
+        self.at_work = bucket
+        work = exchange()
+        return nothing if work is None else work.wait
 
     def idle(self) -> bool:
-        """Whether no thread of this executor has anything to do."""
+        """Whether no thread of this lane has anything to do."""
         return True
 
     def close(self) -> None:
@@ -50,34 +63,21 @@ class Executor(ABC):
         return
 
 
-class CallerExecutor(Executor):
-    """In the calling thread; what the exchange returns is waited for later."""
+class ThreadLane(Lane):
+    """In one background thread, which is told while the thread that computes waits."""
 
-    def run(self, exchange: Run) -> Wait:
-        """Run ``exchange`` here and now."""
-        work = exchange()
-        return nothing if work is None else work.wait
-
-
-class ThreadExecutor(Executor):
-    """In one background thread.
-
-    Args:
-        name: name of the thread.
-        recorder: recorder of the rank: told while the thread that computes waits.
-    """
-
-    def __init__(self, name: str, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._thread = BackgroundThread(name)
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._thread = BackgroundThread(f"bagua-{group.label}")
         self._queued = self._ended = 0
 
-    def run(self, exchange: Run) -> Wait:
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Queue ``exchange``."""
 
         def complete() -> None:
             try:
-                with in_background(self._recorder):
+                with in_background(self.recorder):
+                    self.at_work = bucket
                     work = exchange()
                     if work is not None:
                         work.wait()
@@ -85,8 +85,7 @@ class ThreadExecutor(Executor):
                 self._ended += 1
 
         self._queued += 1
-        result = self._thread.submit(complete).result
-        return lambda: self._recorder.while_blocked(result)
+        return functools.partial(self.recorder.while_blocked, self._thread.submit(complete).result)
 
     def idle(self) -> bool:
         """Whether all exchanges that were queued are over."""
@@ -103,15 +102,17 @@ def _communication_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class StreamExecutor(Executor):
+class StreamLane(Lane):
     """On a CUDA stream of its own: the host never blocks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
         self._device = device
         self._stream = _communication_stream(device)
 
-    def run(self, exchange: Run) -> Wait:
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Issue ``exchange`` behind everything that the current stream was given so far."""
+        self.at_work = bucket
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work = exchange()
@@ -121,8 +122,8 @@ class StreamExecutor(Executor):
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
-def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool) -> Executor:
-    """The executor that the group's transport prefers for tensors on ``device``.
+def create_lane(group: ProcessGroup, device: torch.device, *, blocking: bool) -> Lane:
+    """The lane that the group's transport prefers for tensors on ``device``.
 
     Args:
         group: group whose exchanges will run.
@@ -132,28 +133,10 @@ def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool
     """
     preferred = group.global_communicator.executor
     if device.type == "cuda" and preferred == "stream":
-        return StreamExecutor(device)
+        return StreamLane(group, device)
     if group.size == 1 or (preferred == "caller" and not blocking):
-        return CallerExecutor()
-    return ThreadExecutor(f"bagua-{group.label}", group.recorder)
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Who runs the exchanges of a label, and on which connections.
-
-    Attributes:
-        group: private to the lane.
-        executors: executors, by device.
-    """
-
-    group: ProcessGroup
-    executors: dict[torch.device, Executor]
-
-    @functools.cached_property
-    def recorder(self) -> Recorder:
-        """Record of the calls of the rank."""
-        return self.group.recorder
+        return Lane(group)
+    return ThreadLane(group)
 
 
 def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
@@ -170,14 +153,14 @@ class ModelLanes:
         group: private to the model.
 
     Attributes:
-        executors: executors of the exchanges, while there are buckets.
-        groups: private to the model; none once they are being closed. An error that broke one of them may know the
-            frames of the training loop, and so the model.
+        lanes: lanes of the exchanges, while there are buckets.
+        groups: private to the model. Once they are being closed there are none, and no lanes: an error that broke one
+            of them may know the frames of the training loop, and so the model.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._apart: dict[str, ProcessGroup] = {}
-        self.executors: list[Executor] = []
+        self.lanes: list[Lane] = []
         self.groups = [group]
 
     @property
@@ -191,8 +174,8 @@ class ModelLanes:
         exchanges: Sequence[Exchange],
         buckets: Sequence[Bucket],
         blocks: Callable[[Exchange, ProcessGroup], bool],
-    ) -> dict[str, list[Lane]]:
-        """The lanes of each exchange, by label. Collective the first time that one has connections of its own.
+    ) -> dict[tuple[str, torch.device], list[Lane]]:
+        """The lanes of each exchange, by label and device. Collective the first time one has connections of its own.
 
         What goes on beside other exchanges has connections and threads of its own; the others share.
 
@@ -207,20 +190,21 @@ class ModelLanes:
         apart = [one for one in sent if one.lag > 0] if len(sent) > 1 else []
         together = [one for one in sent if one not in apart]
 
-        def lane(on: ProcessGroup, members: Sequence[Exchange]) -> Lane:
+        def made(on: ProcessGroup, members: Sequence[Exchange]) -> dict[torch.device, list[Lane]]:
             waits = on.size > 1 and any(blocks(one, on) for one in members)
-            return Lane(on, {device: create_executor(on, device, blocking=waits) for device in devices})
+            return {device: [create_lane(on, device, blocking=waits)] for device in devices}
 
-        lanes = {one.label: [lane(self._group_of(group, one.label), [one])] for one in apart}
+        lanes = {one.label: made(self._group_of(group, one.label), [one]) for one in apart}
         if together:
-            shared = [lane(group, together)]
-            if len(together) == 1 and _takes_turns(together[0], shared[0], buckets):
+            shared = made(group, together)
+            if len(together) == 1 and _takes_turns(together[0], shared, buckets):
                 # Labels are unique, so no other lane has connections under this one.
-                shared.append(lane(self._group_of(group, together[0].label), together))
+                for device, several in made(self._group_of(group, together[0].label), together).items():
+                    shared[device] += several
             lanes.update({one.label: shared for one in together})
-        distinct = {id(one): one for several in lanes.values() for one in several}.values()
-        self.executors = [executor for one in distinct for executor in one.executors.values()]
-        return lanes
+        found = {(label, device): several for label, of in lanes.items() for device, several in of.items()}
+        self.lanes = list(dict.fromkeys(one for several in found.values() for one in several))
+        return found
 
     def _group_of(self, group: ProcessGroup, label: str) -> ProcessGroup:
         if label not in self._apart:
@@ -231,14 +215,14 @@ class ModelLanes:
 
     def idle(self) -> bool:
         """Whether no exchange is under way."""
-        return all(executor.idle() for executor in self.executors) and all(group.idle() for group in self.groups)
+        return all(lane.idle() for lane in self.lanes) and all(group.idle() for group in self.groups)
 
     def wait_until_idle(self) -> None:
         """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
         while not self.idle():
             time.sleep(_POLL_S)
 
-    def end(self, end_exchanges: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def end(self, end_exchanges: weakref.WeakMethod[Callable[[], object]]) -> None:
         """The group is closing: a slower rank may still need what this one sends in its last step.
 
         Args:
@@ -251,6 +235,7 @@ class ModelLanes:
         else:
             self.wait_until_idle()
         self.groups.clear()
+        self.lanes.clear()
         self._apart.clear()
 
     def give_back(self, group: ProcessGroup) -> None:
@@ -261,52 +246,47 @@ class ModelLanes:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        for executor in self.executors:
-            executor.close()
+        for lane in self.lanes:
+            lane.close()
         for group in list(self.groups):
             group.close()
 
 
-def _takes_turns(exchange: Exchange, lane: Lane, buckets: Sequence[Bucket]) -> bool:
+def _takes_turns(exchange: Exchange, lanes: dict[torch.device, list[Lane]], buckets: Sequence[Bucket]) -> bool:
     """Whether buckets take turns on two lanes: one is compressed, or added up, while another is on its way.
 
     Not where calls are work for the processor themselves.
     """
-    several = exchange.parts.by == "arrival" and len(buckets) > 1
+    several = exchange.parts.by == "arrival" and len({bucket for bucket in buckets if bucket.by_arrival}) > 1
     if not several or exchange.how is None or not exchange.how.side_by_side:
         return False
-    waits = any(isinstance(executor, ThreadExecutor) for executor in lane.executors.values())
-    return waits and lane.group.global_communicator.overlaps
+    threads = [one for several in lanes.values() for one in several if isinstance(one, ThreadLane)]
+    return bool(threads) and threads[0].group.global_communicator.overlaps
 
 
-def is_watched(recorder: Recorder) -> bool:
-    """Whether a timeline, or torch's profiler, wants to show what happens."""
-    return recorder.trace is not None or profiling()
-
-
-def shown(name: str, group: ProcessGroup, start: Callable[[Run], Wait], exchange: Run) -> Wait:
+def shown(name: str, lane: Lane, exchange: Run, bucket: Bucket) -> Wait:
     """Start an exchange so that timeline and profiler show it.
 
     Args:
         name: name of the exchange and its bucket.
-        group: group whose ranks exchange.
-        start: starts it; returns what waits for its end.
+        lane: lane that runs it.
         exchange: communicates, in whatever thread that happens.
+        bucket: bucket that is exchanged.
 
     Returns:
         What waits for its end.
     """
-    recorder = group.recorder
+    recorder = lane.recorder
 
     def run() -> Work | None:
         running = recorder.clock()
         try:
             return exchange()
         finally:
-            recorder.span(f"run {name}", running, track="work", group=group.label)
+            recorder.span(f"run {name}", running, track="work", group=lane.group.label)
 
     begun = recorder.clock()
-    inner = _in_range(name, lambda: start(run))
+    inner = _in_range(name, lambda: lane.run(run, bucket))
 
     def wait() -> None:
         waiting = recorder.clock()

@@ -6,10 +6,12 @@ import logging
 import sys
 from collections.abc import Hashable, Iterable, Sequence
 
+import torch
+
 from bagua.algorithms import Algorithm, Every, Exchange, Model, WithInner, differ_between_ranks, registry
 from bagua.comm import Communicator, uncaught_error
+from bagua.engine.schedule.courses import Clock
 from bagua.engine.schedule.facts import follows_gradients, is_between_steps
-from bagua.engine.schedule.tracks import Clock
 
 _log = logging.getLogger("bagua")
 
@@ -19,8 +21,10 @@ class Phases:
 
     Args:
         size: number of ranks.
+        grad_scaler: knows the scale of the loss; None if there is none.
 
     Attributes:
+        several: True if the algorithm has several phases.
         step: synchronized backward passes so far; of the fastest member, where each trains at its own pace.
         began: step with which the phase began.
         restored_at: step with which training went on from a checkpoint; -1 if it did not.
@@ -30,20 +34,20 @@ class Phases:
         ending: what is said when training ends.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, grad_scaler: torch.amp.GradScaler | None = None) -> None:
         self.step = self.began = 0
         self.restored_at = -1
         self.ending = Ending()
         self.exchanges: tuple[Exchange, ...] = ()
         self.between_steps, self.follows_gradients = False, True
-        self._size = size
+        self._size, self._scaler = size, grad_scaler
         self._phase: Hashable = None
         self._paced = Every()
 
     def bind(self, algorithm: Algorithm, model: Model) -> None:
         """Take the phases of ``algorithm`` for ``model``; they count when one is entered."""
         self._algorithm, self._model = algorithm, model
-        self._several = len(algorithm.phases) > 1
+        self.several = len(algorithm.phases) > 1
 
     def made(self, exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:
         """Those of ``exchanges`` that are made on a group of this size."""
@@ -57,7 +61,7 @@ class Phases:
     @property
     def is_over(self) -> bool:
         """Whether the step that comes next is in another phase."""
-        return self._several and self._algorithm.phase(self.step, self._model) != self._phase
+        return self.several and self._algorithm.phase(self.step, self._model) != self._phase
 
     def enter(self) -> None:
         """Enter the phase of the step that comes next."""
@@ -77,8 +81,10 @@ class Phases:
         self.began = began
         self.ending.enter(self._algorithm, self.exchanges, began)
 
-    def clock(self, loss_scale: float) -> Clock:
+    @property
+    def clock(self) -> Clock:
         """The training step that comes next, or is under way."""
+        loss_scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         done, pace = self.step - self.began, self._paced.pace
         stride = 1 if pace is None else pace.stride(done, self._paced.steps)
         return Clock(self.step, done + stride, loss_scale, stride)

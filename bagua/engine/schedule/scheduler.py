@@ -1,120 +1,25 @@
-"""The time-keeping of exchanges: what starts and what is folded at each point of a step."""
+"""Which exchanges are executed in which buckets, and what starts and what is folded at each point of a step."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from bagua.algorithms import OF_BUCKETS, POINTS, Flight, Point
-from bagua.buckets import Bucket
-from bagua.engine.buckets.layout import twice, unusable
-from bagua.engine.schedule.lanes import nothing
-from bagua.engine.schedule.tracks import Clock, Course, Track
-
-_ALL = slice(None)
-#: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs
-#: microseconds. They are still in the processor's cache then, and take little memory beside the bucket.
-_TOGETHER_BYTES = 64 * 1024
-
-
-class Slot:
-    """One parameter in its bucket, as the hooks see it.
-
-    Attributes:
-        arrival: arrival of the gradients of the bucket.
-        view: the parameter's part of the flat gradients; None if they are not gathered.
-        nbytes: bytes of ``view``.
-        ready: number of the last backward pass that brought its gradient.
-    """
-
-    __slots__ = ("arrival", "name", "nbytes", "parameter", "ready", "view")
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter, arrival: Arrival, view: torch.Tensor | None) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.arrival = arrival
-        self.view = view
-        self.nbytes = 0 if view is None else view.nbytes
-        self.ready = -1
-
-
-class Arrival:
-    """The gradients of one bucket, as they arrive in a backward pass.
-
-    Attributes:
-        bucket: the bucket.
-        slots: one for each parameter.
-        pending: gradients that are still missing in this backward pass.
-        fusion: True if parameters get their part of the flat gradients.
-        scale: factor on gradients that are gathered in this step; None for 1.
-        waiting: slots whose gradients are there, and not yet in the bucket.
-        waiting_bytes: bytes of these gradients.
-    """
-
-    __slots__ = (
-        "_factor",
-        "bucket",
-        "fusion",
-        "pending",
-        "scale",
-        "slots",
-        "waiting",
-        "waiting_bytes",
-    )
-
-    def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
-        gathers = gathers and bucket.gradients is not None
-        views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
-        self.bucket = bucket
-        self.slots = [
-            Slot(name, parameter, self, view)
-            for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
-        ]
-        self.pending = len(self.slots)
-        self.fusion = bucket.fusion
-        self.scale: torch.Tensor | None = None
-        self._factor = 1.0
-        self.waiting: list[Slot] = []
-        self.waiting_bytes = 0
-
-    def begin(self, factor: float) -> None:
-        """A backward pass starts, whose gradients are multiplied by ``factor``."""
-        self.pending = len(self.slots)
-        if factor != self._factor:
-            self.scale = self._as_tensor(factor)
-        self.waiting, self.waiting_bytes = [], 0
-
-    def gather(self) -> None:
-        """Put the gradients that are waiting into the bucket."""
-        waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
-        parameters, gradients, views = [], [], []
-        for slot in waiting:
-            gradient, view = slot.parameter.grad, slot.view
-            assert view is not None
-            if gradient is not view:
-                if gradient is None or gradient.layout is not torch.strided:
-                    raise unusable(slot.name, gradient)
-                parameters.append(slot.parameter)
-                gradients.append(gradient)
-                views.append(view)
-            elif self.scale is not None:
-                view.mul_(self.scale)
-        if self.scale is not None:
-            for gradient, view in zip(gradients, views, strict=True):
-                torch.mul(gradient, self.scale, out=view)
-        elif views:
-            torch._foreach_copy_(views, gradients)
-        if self.fusion:
-            for parameter, view in zip(parameters, views, strict=True):
-                parameter.grad = view
-
-    def _as_tensor(self, factor: float) -> torch.Tensor | None:
-        """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
-        self._factor = factor
-        exact = self.bucket.dtype in (torch.float32, torch.float64)
-        return None if factor == 1.0 else torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64)
+from bagua.algorithms import OF_BUCKETS, POINTS, Exchange, Flight, How, Model, Parts, Point
+from bagua.buckets import Bucket, form_buckets
+from bagua.comm import ProcessGroup
+from bagua.engine.buckets.layout import twice
+from bagua.engine.gradients import Unused
+from bagua.engine.options import EngineOptions
+from bagua.engine.schedule.arrivals import TOGETHER_BYTES, Arrival, Slot
+from bagua.engine.schedule.courses import Clock, Course, memory_for, put_together
+from bagua.engine.schedule.facts import follows_gradients, gathers
+from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
+from bagua.engine.state.saving import Remembered, collect, cut, followed, key_of, restore
+from bagua.primitives import State
 
 
 class _Agenda:
@@ -122,67 +27,293 @@ class _Agenda:
 
     Attributes:
         folds: exchanges whose results are taken in.
-        at_once: local actions, and exchanges that go from start to fold.
-        starts: exchanges that start.
+        starts: local actions, and exchanges that go from start to fold; then exchanges that only start.
     """
 
-    __slots__ = ("at_once", "folds", "starts")
+    __slots__ = ("folds", "starts")
 
     def __init__(self, point: Point, courses: Sequence[Course]) -> None:
-        on_way = [course for course in courses if not course.exchange.at_once]
-        self.at_once = [course for course in courses if course.exchange.at_once and course.exchange.at == point]
-        self.folds = [course for course in on_way if course.exchange.until == point]
-        self.starts = [course for course in on_way if course.exchange.at == point]
+        here = [one for one in courses if one.exchange.at == point]
+        self.folds = [one for one in courses if not one.exchange.at_once and one.exchange.until == point]
+        self.starts = sorted(here, key=lambda one: not one.exchange.at_once)
 
     def __bool__(self) -> bool:
-        return bool(self.folds or self.at_once or self.starts)
+        return bool(self.folds or self.starts)
 
 
 class Scheduler:
-    """Starts and folds exchanges at the points of a step where they say so.
+    """The exchanges in the buckets of a model: starts and folds them at the points of a step where they say so.
 
     Args:
-        buckets: buckets by arrival, in the order in which their gradients become complete.
-        courses: the exchanges of the phase.
-        delay: start no exchange of buckets before the end of backward.
+        group: private to the model.
+        lanes: its threads and connections.
 
     Attributes:
+        lanes: as given.
+        buckets: buckets by arrival, in the order in which their gradients become complete; none before they are formed.
+        formed: True if exchanges are executed in the buckets.
+        courses: the exchanges of the phase, in each bucket.
+        fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
+        unused: parameters that got no gradient since the buckets were formed.
         slots: slots, by ``id`` of the parameter.
         launched: buckets that are ready in the backward pass that is under way.
         active: True if a synchronized backward pass is under way.
-        clock: the step under way, or the last one.
-        courses: the exchanges.
+        clock: the step under way, or the last one in which something was done.
         owes: True if an exchange waits for the optimizers.
         has_safe_points: True if an exchange starts or is folded at safe points.
+        rests_until: step before which there is nothing to do, whatever comes; 0 if that is not known.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], courses: Sequence[Course], *, delay: bool) -> None:
-        self.courses = list(courses)
-        self._delay = delay
-        agendas = {point: _Agenda(point, self.courses) for point in POINTS}
+    def __init__(self, group: ProcessGroup, lanes: ModelLanes) -> None:
+        self._group = group
+        self.lanes = lanes
+        self.buckets: list[Bucket] = []
+        self.fresh: dict[tuple[Course, str], list[str]] = {}
+        self.unused = Unused()
+        self._prepared: dict[tuple[str, str], Any] = {}
+        self._parts: dict[tuple[Parts, bool], list[tuple[int, Bucket]]] = {}
+        self._places: dict[tuple[str, int], Course] = {}
+        self._remembered: Remembered | None = None
+        self._flights: list[dict[str, Any]] = []
+        self._launching = threading.Lock()
+        self._plan(())
+        self.formed = False
+
+    # Which exchanges.
+
+    @property
+    def places(self) -> list[Course]:
+        """What is remembered now, once for each label and bucket."""
+        return list(self._places.values())
+
+    @property
+    def remembers(self) -> bool:
+        """Whether something is remembered from step to step."""
+        return any(place.memory.state for place in self._places.values())
+
+    def take_buckets(self, buckets: list[Bucket]) -> None:
+        """Take other buckets, in which nothing is executed yet, and everything begins from its start."""
+        self.buckets = buckets
+        self._parts.clear()
+        self._places.clear()
+        self.fresh = {}
+
+    def execute(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions) -> None:
+        """Give the buckets the memory that ``exchanges`` need, and execute these. Collective."""
+        sent = any(one.what is not None and one.what.in_place and "weights" in one.needs for one in exchanges)
+        for bucket in self.buckets:
+            bucket.fuse_weights(exchangeable=sent)
+            if gathers(exchanges):
+                bucket.allocate_gradients()
+        self.enter(exchanges, model, options)
+
+    def enter(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions) -> None:
+        """Execute ``exchanges`` in the buckets as they are. What is remembered under a label stays, if the label does.
+
+        Collective the first time that an exchange has connections of its own.
+        """
+        executed = [one for one in exchanges if one.how is None or one.how.lockstep]
+        labels = {one.label for one in executed}
+        self._places = {key: place for key, place in self._places.items() if key[0] in labels}
+        self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
+        found = [self._buckets_of(one, model, options) for one in executed]
+        lanes = self.lanes.of(self._group, executed, [one for several in found for _, one in several], self._blocks)
+        self._plan(
+            [self._courses_of(one, several, model, lanes) for one, several in zip(executed, found, strict=True)],
+            model,
+            delay=options.delay_reduce,
+        )
+
+    def _plan(self, courses: Sequence[Sequence[Course]], model: Model | None = None, *, delay: bool = False) -> None:
+        """Find out what happens at which point of a step. Nothing is under way.
+
+        Args:
+            courses: those of each exchange.
+            model: model whose parameters they are.
+            delay: start no exchange of buckets before the end of backward.
+        """
+        self.formed = True
+        self.courses = [one for several in courses for one in several]
+        exchanges = [several[0].exchange for several in courses if several]
+        first = [one for several in courses for one in put_together(several)]
+        self._first, self._delay, self._model = first, delay, model
+        agendas = {point: _Agenda(point, first) for point in POINTS if point not in OF_BUCKETS}
         self._agendas = {point: agenda for point, agenda in agendas.items() if agenda}
         self.has_safe_points = "safe" in self._agendas
-        self._of_buckets = [self._agendas[point] for point in OF_BUCKETS if point in self._agendas]
-        self._sometimes = [course for course in self.courses if course.exchange.when.steps > 1]
-        self._gathering = [
-            course
-            for course in courses
-            if course.exchange.parts.by == "arrival" and "gradients" in course.exchange.needs
+        of_each = [[one for one in first if one.bucket is bucket] for bucket in self.buckets]
+        self._of_buckets = [[agenda for point in OF_BUCKETS if (agenda := _Agenda(point, here))] for here in of_each]
+        self._sometimes = [one for one in first if one.exchange.when.steps > 1]
+        self._from_anchor = any("anchor" in one.needs for one in exchanges)
+        self._gathering = [one for one in first if one.bucket.by_arrival and "gradients" in one.exchange.needs]
+        self._scales = [
+            (one, one.gathering_scale) for one in self._gathering if one.part == 0 and one.gathering_scale is not None
         ]
-        self._scales = [(course, scale) for course in self._gathering if (scale := course.gathering_scale) is not None]
-        self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in buckets]
+        self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in self.buckets]
+        self._awaited = self._arrivals if follows_gradients(exchanges) else []
         self._unfused = [arrival.bucket for arrival in self._arrivals if not arrival.fusion]
         self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
         self.launched = 0
         self.active = False
         self.clock = Clock()
         self._was_safe = -1
-        self._launching = threading.Lock()
         self._backward = 0
         self._begun = True
-        #: The step in which it became due, by ``id`` of the track.
-        self._owed: dict[int, Clock] = {}
+        #: The step in which it became due, by course.
+        self._owed: dict[Course, Clock] = {}
         self.owes = False
+        paced = any(one.when.pace is not None for one in exchanges)
+        self._may_rest = not (self._awaited or paced or self.has_safe_points)
+        self.rests_until = 0
+
+    def leave(self) -> None:
+        """Leave no exchange owed or under way, and give threads back, and the buckets: their memory is large.
+
+        Arrivals and slots know each other. Collective.
+        """
+        self.flush()
+        for lane in self.lanes.lanes:
+            lane.close()
+        for arrival in self._arrivals:
+            arrival.slots.clear()
+        self.slots.clear()
+
+    def once(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions, clock: Clock) -> None:
+        """Have ``exchanges`` made now, from start to fold, in this thread. They remember nothing. Collective."""
+        lane = Lane(self._group)
+        for one in exchanges:
+            prepared = None if one.how is None else one.how.prepare(self._group)
+            found = self._buckets_of(one, model, options)
+            made = [Course(one, part, bucket, memory_for(bucket), model, lane, prepared) for part, bucket in found]
+            for course in put_together(made):
+                course.set_off(clock)
+                course.cut(clock)
+
+    def _courses_of(
+        self,
+        exchange: Exchange,
+        buckets: Sequence[tuple[int, Bucket]],
+        model: Model,
+        lanes: Mapping[tuple[str, torch.device], Sequence[Lane]],
+    ) -> list[Course]:
+        how, prepared = exchange.how, None
+        if how is not None and buckets:
+            prepared = self._prepare(exchange, how, lanes[exchange.label, buckets[0][1].device][0].group)
+        exchange.then.enter([bucket for _, bucket in buckets], model)
+        made = []
+        for part, bucket in buckets:
+            several = lanes[exchange.label, bucket.device] if how is not None else ()
+            lane = several[part % len(several)] if several else None
+            made.append(self._course(exchange, part, bucket, model, lane, prepared))
+        return made
+
+    def _course(
+        self, exchange: Exchange, part: int, bucket: Bucket, model: Model, lane: Lane | None, prepared: Any
+    ) -> Course:
+        key = (exchange.label, id(bucket))
+        known = self._places.get(key)
+        memory = memory_for(bucket) if known is None else known.memory
+        new = [one for one in exchange.states() if one.name not in memory.declared]
+        memory.declare(new)
+        course = Course(exchange, part, bucket, memory, model, lane, prepared)
+        self._places[key] = course
+        self._note_fresh(course, new)
+        return course
+
+    def prepare(self, exchanges: Sequence[Exchange]) -> None:
+        """Have exchanges that share the connections of the model make what they need. Collective."""
+        for one in exchanges:
+            if one.how is not None and one.how.lockstep:
+                self._prepare(one, one.how, self._group)
+
+    def _prepare(self, exchange: Exchange, how: How, group: ProcessGroup) -> Any:
+        key = (exchange.label, repr(how))
+        if key not in self._prepared:
+            self._prepared[key] = how.prepare(group)
+        return self._prepared[key]
+
+    def _blocks(self, exchange: Exchange, group: ProcessGroup) -> bool:
+        """Whether ``exchange`` waits on ``group`` for calls that it starts."""
+        how = exchange.how
+        return how is not None and how.blocking(group, self._prepare(exchange, how, group))
+
+    # Buckets.
+
+    def _buckets_of(self, exchange: Exchange, model: Model, options: EngineOptions) -> list[tuple[int, Bucket]]:
+        parts, of_buffers = exchange.parts, "buffers" in exchange.needs
+        if parts.by == "arrival":
+            return list(enumerate(self.buckets))
+        if (parts, of_buffers) not in self._parts:
+            named: Mapping[str, Any] = model.buffers() if of_buffers else model.parameters
+            # In float64 the mean of equal constants is the constant, also of the largest of float32.
+            dtype = torch.float64 if of_buffers else None
+            self._parts[parts, of_buffers] = list(self._cut(parts, named, options, dtype)) if named else []
+        return self._parts[parts, of_buffers]
+
+    def _cut(
+        self, parts: Parts, named: Mapping[str, Any], options: EngineOptions, dtype: torch.dtype | None
+    ) -> Iterable[tuple[int, Bucket]]:
+        """One bucket for each part, dtype (or all as ``dtype``) and device; tensors stay where they are."""
+        for part, names in enumerate(parts.cut(named)):
+            kinds = form_buckets(
+                names,
+                key=lambda name: (dtype or named[name].dtype, named[name].device),
+                nbytes=lambda name: int(named[name].nbytes),
+                bucket_bytes=2**63,
+            )
+            for members in kinds:
+                yield (
+                    part,
+                    Bucket(
+                        part,
+                        members,
+                        [named[name] for name in members],
+                        self._group.global_communicator,
+                        align_bytes=options.align_bytes,
+                        fusion=False,
+                        by_arrival=False,
+                        dtype=dtype,
+                    ),
+                )
+
+    # What starts from weights.
+
+    @property
+    def fresh_and_shared(self) -> list[str]:
+        """Names of the parameters of which something starts from the weights that must be equal on all ranks."""
+        found = [
+            names for (place, state), names in self.fresh.items() if place.memory.declared[state].scope == "shared"
+        ]
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def begin_from_weights(self) -> None:
+        """Make what starts from weights: when it is new, and when the weights were replaced from outside."""
+        fresh, self.fresh = self.fresh, {}
+        for (place, state), names in fresh.items():
+            chosen = set(names)
+            weights = place.views(place.bucket.read_weights(place.bucket.empty()))
+            for name, begun, weight in zip(place.names, place.views(place.memory.state[state]), weights, strict=True):
+                if name in chosen:
+                    begun.copy_(weight)
+
+    def _note_fresh(self, place: Course, states: Iterable[State]) -> None:
+        self.fresh.update({(place, one.name): list(place.names) for one in states if one.start == "weights"})
+
+    def check_loads(self) -> None:
+        """Refuse weights from outside where that is too late; see ``How.check_loads``."""
+        for course in self.courses:
+            if course.exchange.how is not None:
+                course.exchange.how.check_loads()
+
+    def weights_were_replaced(self) -> None:
+        """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
+        for place in self.places:
+            declared = place.memory.declared.values()
+            if any(one.start == "weights" for one in declared):
+                place.memory.begin_again()
+                self._note_fresh(place, declared)
+        for course in self.courses:
+            if "weights" in course.exchange.writes:
+                course.drop()
 
     # One backward pass.
 
@@ -201,14 +332,10 @@ class Scheduler:
         self._backward += 1
         self.launched = 0
         self._begun = "backward begins" not in self._agendas
-        factor = 1.0
         for course in self._sometimes:
             course.begin(clock)
-        for course, scale in self._scales:
-            if course.due:
-                factor = scale
-                break
-        for arrival in self._arrivals:
+        factor = next((scale for course, scale in self._scales if course.due), 1.0) if self._scales else 1.0
+        for arrival in self._awaited:
             arrival.begin(factor)
 
     def take(self, parameter: torch.Tensor) -> None:
@@ -225,7 +352,7 @@ class Scheduler:
         if slot.view is not None:
             arrival.waiting.append(slot)
             arrival.waiting_bytes += slot.nbytes
-            if arrival.pending == 0 or arrival.waiting_bytes > _TOGETHER_BYTES:
+            if arrival.pending == 0 or arrival.waiting_bytes > TOGETHER_BYTES:
                 arrival.gather()
         if arrival.pending == 0 or not self._begun:
             self.launch_ready()
@@ -240,28 +367,23 @@ class Scheduler:
                 self._reach("backward begins", self.clock)
             while self.launched < len(self._arrivals) and self._arrivals[self.launched].pending == 0:
                 self.launched += 1
-                self._bucket_is_ready(self.launched - 1)
-
-    def _bucket_is_ready(self, index: int) -> None:
-        for agenda in self._of_buckets:
-            self._go_through(agenda, self.clock, slice(index, index + 1))
+                for agenda in self._of_buckets[self.launched - 1]:
+                    self._go_through(agenda, self.clock)
 
     def _reach(self, point: Point, clock: Clock) -> None:
         if point in self._agendas:
-            self._go_through(self._agendas[point], clock, _ALL)
+            self._go_through(self._agendas[point], clock)
 
-    def _go_through(self, agenda: _Agenda, clock: Clock, which: slice) -> None:
-        self._fold(agenda, clock, which)
-        for course in (*agenda.at_once, *agenda.starts):
-            for tracks in course.together[which]:
-                if course.is_due(tracks[0]):
-                    course.set_off(tracks, clock)
+    def _go_through(self, agenda: _Agenda, clock: Clock) -> None:
+        self._fold(agenda, clock)
+        for course in agenda.starts:
+            if course.due:
+                course.set_off(clock)
 
-    def _fold(self, agenda: _Agenda, clock: Clock, which: slice) -> None:
+    def _fold(self, agenda: _Agenda, clock: Clock) -> None:
         for course in agenda.folds:
-            for tracks in course.together[which]:
-                while course.is_back(tracks[0], clock):
-                    course.fold(tracks, clock)
+            while course.flights and course.flights[0].t + course.exchange.lag <= clock.t:
+                course.fold(clock)
 
     def missing(self) -> list[Slot]:
         """Parameters that have brought no gradient in this backward pass."""
@@ -300,17 +422,20 @@ class Scheduler:
         if self._unfused and any(course.due or course.exchange.lag for course in self._gathering):
             for bucket in self._unfused:
                 bucket.return_gradients()
+        if self._may_rest:
+            left = (course.idle_steps(self.clock) for course in self._first)
+            self.rests_until = 0 if self.owes else self.clock.step + min(left, default=1)
 
     # Between backward passes.
 
     def _owe(self, agenda: _Agenda) -> None:
         """What is due when the optimizers have stepped stays owed until then, whatever further backward passes do."""
-        for course in (*agenda.at_once, *agenda.starts):
-            self._owed.update({id(track): self.clock for track in course.tracks if course.is_due(track)})
-        back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
+        self._owed.update({course: self.clock for course in agenda.starts if course.due})
+        t = self.clock.t
+        back = any(one.flights and one.flights[0].t + one.exchange.lag <= t for one in agenda.folds)
         self.owes = bool(self._owed) or back
-        for course in self.courses if self.owes else ():
-            course.note_rates()
+        if self.owes and self._from_anchor and self._model is not None:
+            self._model.note_rates()  # For an outer step: it may come after the next schedule.
 
     def after_optimizers(self) -> None:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
@@ -318,11 +443,10 @@ class Scheduler:
             return
         owed, agenda = dict(self._owed), self._agendas["stepped"]
         self.owe_nothing()
-        self._fold(agenda, self.clock, _ALL)
-        for course in (*agenda.at_once, *agenda.starts):
-            for tracks in course.together:
-                if (due := owed.get(id(tracks[0]))) is not None:  # Backward passes may have followed that one.
-                    course.set_off(tracks, due)
+        self._fold(agenda, self.clock)
+        for course in agenda.starts:
+            if (due := owed.get(course)) is not None:  # Backward passes may have followed that one.
+                course.set_off(due)
 
     def owe_nothing(self) -> None:
         """Nothing that waits for the optimizers is exchanged any more."""
@@ -332,54 +456,134 @@ class Scheduler:
     def flush(self) -> None:
         """Nothing owed, nothing under way."""
         self.after_optimizers()
-        for course in self.courses:
+        for course in self._first:
             course.cut(self.clock)
 
     def forget(self) -> None:
         """Forget what is under way and what is owed: it is not wanted any more, or the communicator is broken."""
         self.owe_nothing()
-        for track in self.tracks:
-            track.flights.clear()
+        for course in self.courses:
+            course.flights.clear()
 
-    def settle(self) -> list[tuple[Track, Flight]]:
-        """Wait for exchanges under way, but fold nothing; the flights, by track."""
-        flights = [(track, flight) for track in self.tracks for flight in track.flights]
+    def settle(self) -> list[tuple[Course, Flight]]:
+        """Wait for exchanges under way, but fold nothing; the flights, by course."""
+        flights = [(course, flight) for course in self.courses for flight in course.flights]
         for _, flight in flights:
             flight.wait()
             flight.wait = nothing
         return flights
 
-    def withdraw_parts(self) -> list[tuple[Track, Flight]]:
-        """Take out the flights of parts, which go on when buckets are formed anew, once what is owed has started."""
-        self.after_optimizers()
-        flights = [(track, flight) for track, flight in self.settle() if not track.bucket.by_arrival]
-        for track, _ in flights:
-            track.flights.clear()
+    def suspend(self) -> list[tuple[Course, Flight]]:
+        """Wait for what is under way, and set it aside for ``resume``; later steps do not fold it."""
+        flights = self.settle()
+        self.forget()
         return flights
 
-    def resume(self, flights: Sequence[tuple[Track, Flight]]) -> None:
-        """Fold flights when their time comes, after all, as ``settle`` returned them."""
-        here = {id(track) for track in self.tracks}
-        for track, flight in flights:
-            if id(track) in here:
-                track.flights.append(flight)
-
-    @property
-    def tracks(self) -> list[Track]:
-        """Of all exchanges."""
-        return [track for course in self.courses for track in course.tracks]
+    def resume(self, flights: Sequence[tuple[Course, Flight]]) -> None:
+        """Fold the results that ``suspend`` set aside when their time comes, after all."""
+        here, self.rests_until = set(self.courses), 0
+        for course, flight in flights:
+            if course in here:
+                course.flights.append(flight)
 
     @property
     def waits_for(self) -> Bucket | None:
-        """The bucket that the thread which trains exchanges, or waits for; None if there is none."""
-        return next((course.at_work for course in self.courses if course.at_work is not None), None)
+        """The bucket that is exchanged, or waited for; None if there is none."""
+        return next((lane.at_work for lane in self.lanes.lanes if lane.at_work is not None), None)
 
-    def dissolve(self) -> None:
-        """Give back threads, and the buckets now: arrivals and slots know each other, and their memory is large."""
-        for course in self.courses:
-            for lane in course.lanes:
-                for executor in lane.executors.values():
-                    executor.close()
-        for arrival in self._arrivals:
-            arrival.slots.clear()
-        self.slots.clear()
+    # From one set of buckets to the next.
+
+    def take_apart(self) -> None:
+        """Leave the exchanges, give up the buckets, and keep what is remembered. Collective."""
+        self.leave()
+        if self.formed:
+            self._remembered = self._collected()
+        self.unused = Unused()
+        self.buckets = []
+        self._plan(())
+        self.formed = False
+
+    def follow(self, names: Mapping[str, str]) -> list[str]:
+        """Forget what is remembered of all parameters but those in ``names``, which says what they are called now.
+
+        Returns:
+            The parameters of which something is forgotten.
+        """
+        before = self._remembered or collect(())
+        self._remembered = followed(before, names)
+        owners = {*before["parameters"], *(name for other in before["others"] for name in other["names"])}
+        return sorted(owners - names.keys())
+
+    def keep_parts(self) -> None:
+        """Let flights of parts, which are no buckets, go on in the buckets to come."""
+        self.after_optimizers()
+        flights = [(course, flight) for course, flight in self.settle() if not course.bucket.by_arrival]
+        for course, _ in flights:
+            course.flights.clear()
+        if self.formed:
+            self._flights = _saved(flights)
+
+    def save(self, *, copy: bool) -> tuple[Remembered, list[dict[str, Any]]]:
+        """What is remembered, and flights that are over and not folded; copies, if ``copy``."""
+        if not self.formed:
+            return self._remembered or collect(()), self._flights
+        flights = _saved(self.settle())
+        return self._collected(copy=copy), flights
+
+    def load(self, remembered: Remembered, flights: list[dict[str, Any]]) -> None:
+        """Go on in the buckets to come with what ``save`` returned."""
+        self._remembered, self._flights = remembered, flights
+
+    def go_on(self) -> None:
+        """Put back what was remembered, and flights where the buckets are those that they started from."""
+        remembered, self._remembered = self._remembered, None
+        if remembered is not None:
+            self._restore(remembered)
+            self._board()
+            self._flights = []
+
+    def _collected(self, *, copy: bool = True) -> Remembered:
+        """Everything that is remembered, but for what has yet to start from the weights; copies, if ``copy``."""
+        found = collect(self.places, copy=copy)
+        for (place, state), names in self.fresh.items():
+            for name in names:
+                found["parameters"][name].pop(key_of(place, state), None)
+        return found
+
+    def _restore(self, remembered: Remembered) -> None:
+        """Put what was remembered back. Only the rest starts from the weights."""
+        restore(self.places, remembered)
+        known = remembered["parameters"]
+        lacking = {
+            place: [name for name in names if key_of(*place) not in known.get(name, {})]
+            for place, names in self.fresh.items()
+        }
+        self.fresh = {place: names for place, names in lacking.items() if names}
+
+    def _board(self) -> None:
+        """Put saved flights under way again, where the buckets are those that they started from."""
+        courses = {(course.label, course.names): course for course in self.courses}
+        for one in self._flights:
+            course = courses.get((one["label"], tuple(one["names"])))
+            if course is not None:
+                course.flights.append(course.returned(one))
+
+
+def _saved(flights: Sequence[tuple[Course, Flight]]) -> list[dict[str, Any]]:
+    """Copies of flights that are over and not folded, for a checkpoint."""
+    saved = []
+    for course, flight in flights:
+        memory = flight.memory
+        flats = {"flat": flight.flat} if flight.sent is None else {"flat": flight.flat, "sent": flight.sent}
+        next_ones = {name: value for name, value in memory.proposed.items() if memory.is_elementwise(name)}
+        flats |= {f"next.{name}": value for name, value in next_ones.items()}
+        saved.append(
+            {
+                "label": course.label,
+                "names": list(course.names),
+                **{name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")},
+                "parameters": cut(course, flats),
+                "proposed": {name: one.clone() for name, one in memory.proposed.items() if name not in next_ones},
+            }
+        )
+    return saved

@@ -27,7 +27,7 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
         copy: False for tensors that change with the next exchange.
     """
     formation.settle_loads()
-    remembered, flights = formation.execution.save(copy=copy)
+    remembered, flights = formation.scheduler.save(copy=copy)
     shared, own = divided(remembered, scopes_of(formation.declaration))
     return {
         "algorithm": repr(formation.declaration),
@@ -36,7 +36,7 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
         "step": formation.phases.step,
         # A phase that is over belongs to the past: the next one begins with the step that comes.
         "began": formation.phases.step if formation.phases.is_over else formation.phases.began,
-        "buckets": [list(bucket.names) for bucket in formation.execution.buckets],
+        "buckets": [list(bucket.names) for bucket in formation.scheduler.buckets],
         **shared,
         name_of_rank(formation.group.rank): {**own, "flights": flights},
     }
@@ -45,7 +45,7 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
 def digest(formation: Formation) -> str:
     """See ``EngineAccess.bagua_state_digest``. Nothing is owed to the optimizers. Collective."""
     weights = {} if formation.declaration.ranks_differ else formation.model.parameters
-    places = formation.execution.places
+    places = formation.scheduler.places
     return compare_states(formation.phases.step, weights, places, formation.communicator)
 
 
@@ -82,15 +82,15 @@ def load(formation: Formation, state_dict: dict[str, Any]) -> None:
         formation: formation whose exchanges go on.
         state_dict: as ``save`` returned it.
     """
-    formation.execution.check_loads()
+    formation.scheduler.check_loads()
     saved, members = check(formation, state_dict)
     own = _own_part(formation, saved)
-    formation.execution.suspend()  # Results of what was there before must not be folded into weights that are loaded.
+    formation.scheduler.suspend()  # Results of what was there before must not be folded into weights that are loaded.
     formation.put_aside()
     formation.phases.go_to(saved["step"], saved["began"])
     formation.equality.restart(saved["step"])
     shared = Remembered(parameters=saved["parameters"], others=saved["others"])
-    formation.execution.load(united(shared, own), own["flights"])
+    formation.scheduler.load(united(shared, own), own["flights"])
     if members and not formation.idle:
         formation.form(members)
     else:

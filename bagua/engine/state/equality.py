@@ -103,7 +103,7 @@ class EqualityCheck:
             if self._is_next(step) and self._every:
                 self._next = step + 1  # As soon as all have data again.
             return False
-        return self._is_next(step) or step == self.loads.step
+        return 0 <= self._next <= step or step == self.loads.step
 
     def _is_next(self, step: int) -> bool:
         """Whether it is time to look; a step may stand for several."""
