@@ -400,3 +400,16 @@ def test_an_error_in_the_block_closes_the_model_and_tells_the_others():
             raise MemoryError
         loop.train(2)
     loop.train(2)
+
+
+def test_a_model_whose_group_is_closed_first_keeps_no_thread(thread_ranks):
+    def lanes() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "/model" in thread.name]
+
+    before = lanes()
+    thread_ranks(2, wrap_and_drop, "bytegrad")
+    until = time.monotonic() + LIMIT_S
+    while len(lanes()) > len(before) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert len(lanes()) <= len(before)

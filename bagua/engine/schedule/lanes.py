@@ -42,7 +42,10 @@ class Lane:
 
     Attributes:
         at_work: bucket that is exchanged, or waited for; None if there is none.
+        thread: thread that runs them; None for the one that calls.
     """
+
+    thread: LaneThread | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.recorder = group, group.recorder
@@ -54,22 +57,27 @@ class Lane:
         work = exchange()
         return nothing if work is None else work.wait
 
-    def idle(self) -> bool:
-        """Whether no thread of this lane has anything to do."""
-        return True
 
-    def close(self) -> None:
-        """Give back threads. Idempotent."""
-        return
+class LaneThread(BackgroundThread):
+    """Knows whether it has anything to do, and does not know the group: it is stopped after the lane is forgotten."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.queued = self.ended = 0
+
+    def idle(self) -> bool:
+        """Whether all exchanges that were queued are over."""
+        return self.ended >= self.queued
 
 
 class ThreadLane(Lane):
     """In one background thread, which is told while the thread that computes waits."""
 
+    thread: LaneThread
+
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
-        self._thread = BackgroundThread(f"bagua-{group.label}")
-        self._queued = self._ended = 0
+        self.thread = LaneThread(f"bagua-{group.label}")
 
     def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Queue ``exchange``."""
@@ -82,18 +90,10 @@ class ThreadLane(Lane):
                     if work is not None:
                         work.wait()
             finally:
-                self._ended += 1
+                self.thread.ended += 1
 
-        self._queued += 1
-        return functools.partial(self.recorder.while_blocked, self._thread.submit(complete).result)
-
-    def idle(self) -> bool:
-        """Whether all exchanges that were queued are over."""
-        return self._ended >= self._queued
-
-    def close(self) -> None:
-        """Let the thread end."""
-        self._thread.stop()
+        self.thread.queued += 1
+        return functools.partial(self.recorder.while_blocked, self.thread.submit(complete).result)
 
 
 @functools.cache
@@ -161,6 +161,7 @@ class ModelLanes:
     def __init__(self, group: ProcessGroup) -> None:
         self._apart: dict[str, ProcessGroup] = {}
         self.lanes: list[Lane] = []
+        self._threads: list[LaneThread] = []
         self.groups = [group]
 
     @property
@@ -204,7 +205,13 @@ class ModelLanes:
             lanes.update({one.label: shared for one in together})
         found = {(label, device): several for label, of in lanes.items() for device, several in of.items()}
         self.lanes = list(dict.fromkeys(one for several in found.values() for one in several))
+        self._threads = [lane.thread for lane in self.lanes if lane.thread is not None]
         return found
+
+    def stop(self) -> None:
+        """Let the threads end, after what was queued. Idempotent."""
+        for thread in self._threads:
+            thread.stop()
 
     def _group_of(self, group: ProcessGroup, label: str) -> ProcessGroup:
         if label not in self._apart:
@@ -215,7 +222,7 @@ class ModelLanes:
 
     def idle(self) -> bool:
         """Whether no exchange is under way."""
-        return all(lane.idle() for lane in self.lanes) and all(group.idle() for group in self.groups)
+        return all(thread.idle() for thread in self._threads) and all(group.idle() for group in self.groups)
 
     def wait_until_idle(self) -> None:
         """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
@@ -246,8 +253,7 @@ class ModelLanes:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        for lane in self.lanes:
-            lane.close()
+        self.stop()
         for group in list(self.groups):
             group.close()
 

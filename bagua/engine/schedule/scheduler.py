@@ -171,8 +171,7 @@ class Scheduler:
         Arrivals and slots know each other. Collective.
         """
         self.flush()
-        for lane in self.lanes.lanes:
-            lane.close()
+        self.lanes.stop()
         for arrival in self._arrivals:
             arrival.slots.clear()
         self.slots.clear()
