@@ -1,7 +1,8 @@
 """Train PyTorch models on many processes while communicating less.
 
 Importing this package is cheap and does not import torch. It has the names of ``bagua.torch_api``, which is imported
-when one of them is asked for: ``bagua.init_process_group()``, ``bagua.with_bagua(model, optimizer)``.
+when one of them is asked for: ``bagua.init_process_group()``, ``bagua.with_bagua(model, optimizer)``. Packages come
+first: ``bagua.advise`` is the package, and ``bagua.advise.advise`` its function.
 """
 
 import importlib

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from torch.distributed import reduce_op
 
 __all__ = ["DONE", "NON_MEMBER", "Call", "Communicator", "Group", "Handle", "KindStatistics", "Membership"]
-__all__ += ["NonMember", "ProcessGroup", "ReduceOp", "TorchBackendOptions", "Transport", "Work"]
+__all__ += ["NonMember", "ProcessGroup", "ReconfigureOptions", "ReduceOp", "TorchBackendOptions", "Transport", "Work"]
 __all__ += ["create_torch_group", "init_process_group", "register_transport", "solo_group"]
 __all__ += list(functional.FUNCTIONS)
 __all__ += default_group.__all__

@@ -23,6 +23,8 @@ HOMES = (
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",
+    "bagua.utilities.training",
+    "bagua.cli.notebook",
 )
 
 
