@@ -62,8 +62,11 @@ def average_metrics(metrics: Number | Mapping[str, Number], weight: float = 1.0)
             or the weight is negative or not finite; on that rank, and the others see a lost peer.
 
     Example:
+        >>> import bagua
+        >>> bagua.init_process_group()
         >>> average_metrics({"loss": torch.tensor(0.5), "accuracy": 0.75}, weight=32)
         {'loss': 0.5, 'accuracy': 0.75}
+        >>> bagua.destroy_process_group()
     """
     given = metrics if isinstance(metrics, Mapping) else {"": metrics}
     own = {name: _number(name, value) for name, value in given.items()}
@@ -136,9 +139,12 @@ def distributed_loader(loader: DataLoader[Any], *, split_batches: bool = False) 
             ``batch_size`` cannot be split evenly.
 
     Example:
+        >>> import bagua
+        >>> bagua.init_process_group()
         >>> loader = DataLoader(torch.arange(6), batch_size=2)
         >>> [batch.tolist() for batch in distributed_loader(loader)]
         [[0, 1], [2, 3], [4, 5]]
+        >>> bagua.destroy_process_group()
     """
     group = get_default_group()
     batch_size = _batch_size_of(loader)
