@@ -134,7 +134,7 @@ def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
         assert recorder.blocked_s(clock()) >= 0.0
 
     lane.run(exchange)()
-    lane.thread.stop()
+    lane.close()
     assert recorder.blocked_s(clock()) == 0.0
 
 

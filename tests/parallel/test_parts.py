@@ -121,7 +121,7 @@ def test_the_background_thread_keeps_order_raises_errors_and_ends():
     assert order == list(range(20))
     with pytest.raises(ArithmeticError, match="of the exchange"):
         failing()
-    background.thread.stop()
+    background.close()
     assert not [thread.name for thread in threading.enumerate() if "test-exchanges" in thread.name]
 
 

@@ -57,6 +57,11 @@ class Lane:
         work = exchange()
         return nothing if work is None else work.wait
 
+    def close(self) -> None:
+        """Let the thread end, if there is one. Idempotent."""
+        if self.thread is not None:
+            self.thread.stop()
+
 
 class LaneThread(BackgroundThread):
     """Knows whether it has anything to do, and does not know the group: it is stopped after the lane is forgotten."""
