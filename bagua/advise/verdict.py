@@ -48,7 +48,7 @@ _LEAST_DELAY_S = 1e-3
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankReport:
     """What one rank saw.
 
     Attributes:
@@ -113,7 +113,7 @@ class TorchWatch:
         if self._meter is not None and self._meter.steps >= _METERED_STEPS:
             self._meter.end()
 
-    def seen(self) -> Seen:
+    def seen(self) -> RankReport:
         """What this rank saw."""
         steps = max(self._steps - _FIRST_STEPS, 0)
         step_s = (self._ended - self._began) / steps if steps else 0.0
@@ -122,7 +122,7 @@ class TorchWatch:
         if exposed:
             blocked_s += statistics.fmean(exposed) * self._synced / self._steps
         nbytes, calls = self.calls.input_bytes + self._synced_bytes, self.calls.calls + self._synced
-        return Seen(socket.gethostname(), steps, step_s, blocked_s, nbytes, calls)
+        return RankReport(socket.gethostname(), steps, step_s, blocked_s, nbytes, calls)
 
     def end(self) -> str:
         """Stop watching, and say what was seen; empty on all ranks but 0. Ranks wait for none but the store."""
@@ -142,7 +142,7 @@ class TorchWatch:
         self.calls.tell(json.dumps(asdict(replace(mine, way_s=self.calls.way_s()))))
         if self.calls.rank:
             return ""
-        found = {rank: Seen(**json.loads(said)) for rank, said in self.calls.told(_GATHER_S).items()}
+        found = {rank: RankReport(**json.loads(said)) for rank, said in self.calls.told(_GATHER_S).items()}
         facts = self._meter.facts() if self._meter is not None and self._meter.steps >= LEAST_STEPS else None
         return verdict(found or {0: mine}, self.calls.size, facts)
 
@@ -188,7 +188,7 @@ def watch() -> TorchWatch:
     return watching
 
 
-def verdict(seen: Mapping[int, Seen], size: int, facts: ModelFacts | None) -> str:
+def verdict(seen: Mapping[int, RankReport], size: int, facts: ModelFacts | None) -> str:
     """At most eight lines.
 
     Args:
@@ -226,7 +226,7 @@ def _late(waits: Mapping[int, float], step_s: float) -> list[str]:
     return [f"Rank {ordered[0]} is late: the others wait {(others_s - least_s) * 1e3:.1f} ms for it in each step."]
 
 
-def _cluster(seen: Mapping[int, Seen], size: int) -> Cluster:
+def _cluster(seen: Mapping[int, RankReport], size: int) -> Cluster:
     """Hosts and delay. Ranks of one machine that talk through Gloo are hosts that share it."""
     hosts = len({one.host for one in seen.values()})
     delay_s = max(one.way_s for one in seen.values())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bagua import observe
-from bagua.cli.failures import SUMMARY
+from bagua.cli.baguarun import SUMMARY
 from bagua.errors import ConfigurationError
 
 

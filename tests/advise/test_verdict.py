@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.advise import ModelFacts, ParameterFacts, verdict
-from bagua.advise.verdict import Seen, TorchWatch, predictions, watch
+from bagua.advise.verdict import RankReport, TorchWatch, predictions, watch
 from bagua.cli import watch as command
 from bagua.errors import NotInitializedError
 from bagua.testing import ProcessRanks, this_rank
 
 STEPS = 24
-SEEN = Seen("host", 100, 0.010, 0.004, 400_000, 100)
+SEEN = RankReport("host", 100, 0.010, 0.004, 400_000, 100)
 FACTS = ModelFacts((ParameterFacts("weight", (512, 512), "float32", 0.004),), (0.006, 0.006), "SGD")
 
 
-def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], Seen | None, str]:
+def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], RankReport | None, str]:
     """Weights after some steps of torch's DDP over Gloo with a buffer, what this rank saw, and the verdict."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
     seeing = watch() if watched else None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bagua.cli import explain, failures
+from bagua.cli import baguarun, explain
 
 
 def failure(exitcode: int = 1, timestamp: int = 100, error: str = "", culprit: int | None = None) -> SimpleNamespace:
@@ -37,7 +37,7 @@ CAUSES = {
 @pytest.mark.parametrize("case", CAUSES)
 def test_the_cause_comes_first(case, tmp_path):
     failed, cause = CAUSES[case]
-    lines = failures.summary(failed, str(tmp_path)).splitlines()
+    lines = baguarun.summary(failed, str(tmp_path)).splitlines()
     assert lines[0].startswith(f"baguarun: rank {cause} ")
     assert [line for line in lines if line.startswith("rank ")] == [
         line for line in lines if line.startswith(tuple(f"rank {rank} " for rank in failed if rank != cause))
@@ -46,7 +46,7 @@ def test_the_cause_comes_first(case, tmp_path):
 
 def test_the_summary_is_short_and_explain_says_it_again(tmp_path, capsys):
     failed = {rank: failure(error=f"PeerLostError: lost rank 30, says {rank}", culprit=30) for rank in range(30)}
-    said = failures.summary({**failed, 30: failure(-signal.SIGKILL)}, str(tmp_path))
+    said = baguarun.summary({**failed, 30: failure(-signal.SIGKILL)}, str(tmp_path))
     assert said.splitlines()[0] == "baguarun: rank 30 was killed by SIGKILL"
     assert "and 14 other ranks" in said
     assert len(said.splitlines()) == 19
@@ -56,14 +56,14 @@ def test_the_summary_is_short_and_explain_says_it_again(tmp_path, capsys):
 
 
 def test_folders_of_runs_go_when_empty_or_after_a_day(tmp_path, monkeypatch):
-    monkeypatch.setattr(failures.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(baguarun.tempfile, "tempdir", str(tmp_path))
     old, young = tmp_path / "bagua-run-old", tmp_path / "bagua-run-young"
     for folder in (old, young):
         folder.mkdir()
         (folder / "summary.txt").write_text("x")
     os.utime(old, (1, 1))
-    with failures.flight_folder() as empty:
+    with baguarun.flight_folder() as empty:
         assert Path(empty).stat().st_mode & 0o777 == 0o700
-    with failures.flight_folder() as full:
+    with baguarun.flight_folder() as full:
         (Path(full) / "summary.txt").write_text("x")
     assert sorted(tmp_path.iterdir()) == sorted([young, Path(full)])
