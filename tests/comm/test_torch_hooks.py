@@ -83,6 +83,18 @@ def test_calls_without_tensors_are_made_without_hooks(group: TorchGroup) -> None
     group.all_gather_single_coalesced([], []).wait()
 
 
+@pytest.mark.parametrize("register", ["register_pre_hook", "register_post_hook"])
+def test_what_a_hook_raises_reaches_the_caller(group: TorchGroup, register: str) -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("the hook says no")
+
+    Seen(group)
+    getattr(group, register)(9, refuse)
+    for call in (lambda: group.allreduce(torch.ones(2)), group.barrier, lambda: group.send([torch.ones(1)], 0, 0)):
+        with pytest.raises(ValueError, match="the hook says no"):
+            call()
+
+
 def test_errors_are_those_of_the_call(group: TorchGroup) -> None:
     seen = Seen(group)
     with pytest.raises(InvalidTensorError):

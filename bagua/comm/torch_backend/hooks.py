@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bagua.comm.startup.choice import TORCH_NAME
@@ -78,15 +79,10 @@ class Passage(CppBackend):
 
         self._passing.call = come_back
         try:
-            passed()
-        except Exception:
-            if outcome:
-                raise  # A hook failed.
+            passed()  # It raises what a hook raises.
         finally:
             self._passing.call = None
-        if not outcome:  # Torch does not let calls pass that have no tensor.
-            return call()
-        work = outcome[0]
+        (work,) = outcome
         if isinstance(work, BaseException):
             self.fire_abort_hooks()
             raise work
@@ -110,6 +106,12 @@ def _arrival(name: str) -> Callable[..., Any]:
     return arrive
 
 
+def _lacks_tensors(arguments: list[Any]) -> bool:
+    """Whether there are lists for tensors, and no tensor is in one: torch does not let such calls pass."""
+    given = [one for one in arguments if isinstance(one, list | torch.Tensor)]
+    return bool(given) and all(isinstance(one, list) and not one for one in given)
+
+
 def hookable(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` of a group; through C++ where somebody watches the group."""
     name = method.__name__
@@ -126,7 +128,7 @@ def hookable(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         passage = self.passage
-        if passage is None or not passage.watched:
+        if passage is None or not passage.watched or _lacks_tensors([*arguments, *keywords.values()]):
             return method(self, *arguments, **keywords)
         made = functools.partial(method, self, *arguments, **keywords)
         return passage.make(made, functools.partial(through, self, *arguments, **keywords))
