@@ -8,6 +8,7 @@ script but keeps the store where islands meet.
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -80,7 +81,8 @@ def _start(given: list[str]) -> int:
     # What torchrun would say of these, the summary says, and torchrun's choice for OMP_NUM_THREADS needs no notice.
     for part in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{part}").setLevel(logging.CRITICAL)
-    threads = {} if job.nproc_per_node == "1" else {"OMP_NUM_THREADS": "1"}
+    several = job.nproc_per_node.isdigit() and int(job.nproc_per_node) > 1
+    threads = {"OMP_NUM_THREADS": "1"} if several else {}
     try:
         store = _served_by_us(job)
         with (
@@ -156,8 +158,9 @@ def flight_folder() -> Iterator[str]:
     """A folder of this run for flight records. It goes at the end if nothing is in it, else after a day."""
     for old in Path(tempfile.gettempdir()).glob(f"{_RUN}*"):
         with contextlib.suppress(OSError):
-            if not old.is_symlink() and time.time() - old.stat().st_mtime > _KEPT_S:
-                shutil.rmtree(old)
+            found = old.lstat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _KEPT_S:
+                shutil.rmtree(old)  # It does not follow a link.
     folder = tempfile.mkdtemp(prefix=f"{_RUN}{time.strftime('%H%M%S')}-")
     try:
         yield folder

@@ -122,3 +122,9 @@ def test_a_message_has_its_rank_and_a_line_of_its_own(monkeypatch, capsys, bars)
     shown.handle(record)
     line = "[rank3] bagua WARNING: late: rank 2"
     assert (written, capsys.readouterr().err) == (([line], "") if bars else ([], f"{line}\n"))
+    record.exc_info = (ValueError, ValueError("its traceback"), None)
+    shown.handle(record)
+    assert "ValueError: its traceback" in "".join([*written, capsys.readouterr().err])
+    monkeypatch.setattr(logging.getLogger("bagua"), "handlers", [shown, logging.NullHandler()])
+    shown.handle(record)
+    assert capsys.readouterr().err == ""  # somebody else shows the messages of bagua

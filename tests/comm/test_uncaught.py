@@ -113,10 +113,20 @@ def test_an_error_that_cannot_be_handed_over_is_printed_as_usual(tmp_path: Path,
     error = ValueError("mine")
     sys.excepthook(ValueError, error, None)
     assert usual == [(ValueError, error, None)]
-    monkeypatch.setattr(sys, "excepthook", lambda *arguments: usual.append(arguments))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     report_uncaught(3, str(tmp_path / "error.json"))
     sys.excepthook(ValueError, error, None)
     assert len(usual) == 1
     assert capsys.readouterr().err == "[rank3]: ValueError: mine\n"
     facts = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
     assert (facts["culprit"], facts["rank"]) == (3, 3)
+
+
+def test_a_hook_of_the_program_shows_its_errors(tmp_path: Path, monkeypatch, capsys) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: shown.append(arguments))
+    report_uncaught(0, str(tmp_path / "error.json"))
+    error = ValueError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert (shown, capsys.readouterr().err) == ([(ValueError, error, None)], "")
+    assert "ValueError: mine" in (tmp_path / "error.json").read_text()

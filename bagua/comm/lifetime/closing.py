@@ -76,6 +76,7 @@ def report_uncaught(rank: int, error_file: str) -> None:
         error_file: file that the launcher reads, in the form of ``torch.distributed.elastic``.
     """
     usual = sys.excepthook
+    plain = usual is sys.__excepthook__ or getattr(usual, "__module__", "").startswith("torch.")
 
     def report(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         try:
@@ -87,6 +88,9 @@ def report_uncaught(rank: int, error_file: str) -> None:
             message = {"message": short, "extraInfo": {**facts, "culprit": culprit}}
             Path(error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
         except Exception:  # noqa: BLE001  # an error that cannot be told, or a full disk
+            usual(kind, error, frames)
+            return
+        if not plain:  # A hook that the program chose shows what it wants to show.
             usual(kind, error, frames)
             return
         shown = own if culprit == rank else f"{last}\n"

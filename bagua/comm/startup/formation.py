@@ -45,11 +45,11 @@ class _Shown(logging.Handler):
     """Writes each message to a line of its own, with its rank, unless the program has set up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        if logging.getLogger().handlers or len(_log.handlers) > 1:
             return
         rank = env.get_rank()
         where = "" if rank is None else f"[rank{rank}] "
-        text = f"{where}bagua {record.levelname}: {record.getMessage()}"
+        text = f"{where}bagua {record.levelname}: {self.format(record)}"
         bars = sys.modules.get("tqdm")
         try:
             if bars is None:
