@@ -124,10 +124,11 @@ class DistributedLoader(DataLoader[Any]):
 
 
 def distributed_loader(loader: DataLoader[Any], *, split_batches: bool = False) -> DistributedLoader:
-    """``loader`` for this rank: it deals the samples among all ranks, and shuffles anew in each epoch.
+    """``loader`` for this rank: it deals the samples among all ranks, and shuffles anew in each epoch. All call it.
 
-    Shuffled loaders stay shuffled, with torch's ``DistributedSampler``. All ranks get the same number of batches:
-    the sampler repeats a few samples at the end, or leaves some out where ``loader`` has ``drop_last=True``.
+    The seed is that of rank 0's ``generator``, else 0. Shuffled loaders stay shuffled, with torch's
+    ``DistributedSampler``. All ranks get the same number of batches: the sampler repeats a few samples at the end, or
+    leaves some out where ``loader`` has ``drop_last=True``.
 
     Args:
         loader: ordinary loader with a ``batch_size``, shuffled or not.
@@ -156,7 +157,9 @@ def distributed_loader(loader: DataLoader[Any], *, split_batches: bool = False) 
             seen=str(batch_size),
         )
     shuffle = isinstance(loader.sampler, RandomSampler)
-    seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    # Ranks with seeds of their own would deal some samples twice, and others not at all.
+    own_seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    seed = group.global_communicator.broadcast_object(own_seed, 0)
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, group.size, group.rank, shuffle=shuffle, seed=seed, drop_last=loader.drop_last
     )

@@ -51,12 +51,12 @@ def test_a_dealt_loader_does_what_the_sampler_does_by_hand(thread_ranks, shuffle
 
 
 def _seeded() -> list[object]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + bagua.comm.get_rank())
     loader = DataLoader(torch.arange(8), batch_size=4, shuffle=True, generator=generator)
     return [batch.tolist() for batch in distributed_loader(loader)]
 
 
-def test_the_seed_of_the_loaders_generator_shuffles(thread_ranks):
+def test_the_seed_of_rank_0s_generator_shuffles_on_all_ranks(thread_ranks):
     dealt = [sample for part in thread_ranks(2, _seeded) for batch in part for sample in batch]
     assert sorted(dealt) == list(range(8))
     order = torch.randperm(8, generator=torch.Generator().manual_seed(7)).tolist()
