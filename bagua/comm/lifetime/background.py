@@ -53,6 +53,7 @@ class BackgroundThread:
         #: A signal handler that interrupts ``submit`` may call ``stop``.
         self._lock = threading.RLock()
         self._stopped = False
+        self._queued = self._ended = 0
         family.add(self)
 
     def disown(self) -> None:
@@ -60,6 +61,11 @@ class BackgroundThread:
         self._lock = threading.RLock()
         self._queue = queue.SimpleQueue()
         self._thread = None
+        self._queued = self._ended = 0
+
+    def idle(self) -> bool:
+        """Whether everything that was submitted is over."""
+        return self._ended >= self._queued
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` after everything submitted before it.
@@ -100,12 +106,14 @@ class BackgroundThread:
                 thread.start()
                 self._thread = thread  # Not earlier: who has not started cannot be waited for.
                 _living.add(self)
+            self._queued += 1
             self._queue.put(task)
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
             task()
             del task
+            self._ended += 1
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Let what was submitted finish, end the thread, and say whether it ended in time."""

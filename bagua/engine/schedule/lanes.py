@@ -45,7 +45,7 @@ class Lane:
         thread: thread that runs them; None for the one that calls.
     """
 
-    thread: LaneThread | None = None
+    thread: BackgroundThread | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.recorder = group, group.recorder
@@ -63,41 +63,25 @@ class Lane:
             self.thread.stop()
 
 
-class LaneThread(BackgroundThread):
-    """Knows whether it has anything to do, and does not know the group: it is stopped after the lane is forgotten."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.queued = self.ended = 0
-
-    def idle(self) -> bool:
-        """Whether all exchanges that were queued are over."""
-        return self.ended >= self.queued
-
-
 class ThreadLane(Lane):
     """In one background thread, which is told while the thread that computes waits."""
 
-    thread: LaneThread
+    thread: BackgroundThread
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
-        self.thread = LaneThread(f"bagua-{group.label}")
+        self.thread = BackgroundThread(f"bagua-{group.label}")
 
     def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Queue ``exchange``."""
 
         def complete() -> None:
-            try:
-                with in_background(self.recorder):
-                    self.at_work = bucket
-                    work = exchange()
-                    if work is not None:
-                        work.wait()
-            finally:
-                self.thread.ended += 1
+            with in_background(self.recorder):
+                self.at_work = bucket
+                work = exchange()
+                if work is not None:
+                    work.wait()
 
-        self.thread.queued += 1
         return functools.partial(self.recorder.while_blocked, self.thread.submit(complete).result)
 
 
@@ -166,7 +150,8 @@ class ModelLanes:
     def __init__(self, group: ProcessGroup) -> None:
         self._apart: dict[str, ProcessGroup] = {}
         self.lanes: list[Lane] = []
-        self._threads: list[LaneThread] = []
+        #: Apart from the lanes, which know the groups: they are forgotten first, and threads stopped then.
+        self._threads: list[BackgroundThread] = []
         self.groups = [group]
 
     @property
