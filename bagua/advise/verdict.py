@@ -121,6 +121,7 @@ class TorchWatch:
         exposed = [one for one in self._exposed if one >= 0]
         if exposed:
             blocked_s += statistics.fmean(exposed) * self._synced / self._steps
+        blocked_s = min(blocked_s, step_s)  # DDP samples some steps only, and these may be the slow ones.
         nbytes, calls = self.calls.input_bytes + self._synced_bytes, self.calls.calls + self._synced
         return RankReport(socket.gethostname(), steps, step_s, blocked_s, nbytes, calls)
 
