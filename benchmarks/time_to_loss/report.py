@@ -38,7 +38,7 @@ class Question:
 
     Args:
         hosts: how many, each with one rank.
-        steps: of whoever names no number of its own.
+        steps: number of steps of a contender that names none.
         rates: highest learning rates to choose from.
         tuning_seed: on which they are chosen.
         seeds: which are reported.

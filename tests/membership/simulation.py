@@ -224,7 +224,7 @@ def _claimed(world: World, number: int, exchange: int, counts: bool) -> World:
 
 
 def _closing(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
-    """Whoever takes part, and sees somebody gone, claims that the exchange does not count. All obey the cell."""
+    """A member that sees another one gone claims that the exchange does not count. All obey the cell."""
     number, exchange, members = standing.epoch.number, standing.entered, standing.epoch.members
     verdict = _verdict(world, number, exchange)
     if verdict is None:
