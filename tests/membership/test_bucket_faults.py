@@ -62,16 +62,18 @@ class Fault:
     def hook(self, kind: str, name: str, moment: str) -> None:
         if self._dead:
             raise DistNetworkError("the process is dead")
+        if self.wakes and self.silent:  # Stopped, with all of its threads.
+            assert self.others_ended.wait(60)
         if moment != self.moment or not self.is_counted(name):
             return
         self.count += 1
         if self.count - 1 != self.at:
             return
-        self._islands._state._ended.set()  # Not waited for: this thread may hold what its last sign of life needs.
         self.fell_silent(self._islands.seat)
         if self.wakes:
             assert self.others_ended.wait(60)
             return
+        self._islands._state._ended.set()  # Not waited for: this thread may hold what its last sign of life needs.
         self._dead = True
         raise RankKilled
 

@@ -244,11 +244,10 @@ class _Run:
         setting = replace(step.setting, root=step.setting.root % place.size, rounds_once=rounds_once)
         if place.outside:
             return self._outside(step, setting, place)
-        late = step.late is not None and place.rank == step.late % place.size
-        if step.kind == "barrier":
+        if step.kind == "barrier":  # Somebody always comes late: else a rank that does not wait is seen by chance.
             key = f"{self._name}/{number}/{place.ranks}"
-            return self._barrier(step, place, key, late)
-        if late:
+            return self._barrier(step, place, key, place.rank == (step.late or 0) % place.size)
+        if step.late is not None and place.rank == step.late % place.size:
             time.sleep(_LATE_S)
         exercise = self._call(step, setting, place)
         for work in exercise.works:
@@ -290,7 +289,7 @@ class _Run:
             patience -= 1
             time.sleep(_LATE_S / 10)
         if late:
-            time.sleep(_LATE_S)
+            time.sleep(10 * _LATE_S)  # Longer than another one needs to ask the store.
         self._store.add(key, 1)
         later = bool(step.setting.options)
         if step.face == "native":
