@@ -38,11 +38,11 @@ from benchmarks.time_to_loss.reaching import period_of, segments, split
 from benchmarks.time_to_loss.report import BASELINE, Question, Report, draw, pace_settings
 
 LINKS = ("10mbit", "100mbit", "1000mbit", "10000mbit", "100mbit,20ms", "1000mbit,20ms")
-#: Everyone with the recipe of its documentation; a beginning is a fifth of 600 steps unless the recipe says otherwise.
+#: Everyone with the recipe of its documentation; a beginning is a fifth of 400 steps unless the recipe says otherwise.
 CONTENDERS = (
     "ddp_fp16",
     "ddp_powersgd",
-    "post_local_sgd:sync_every=8,start_after=120",
+    "post_local_sgd:sync_every=8,start_after=80",
     "accelerate:sync_every=4",
     "accelerate:sync_every=8",
     "accelerate:sync_every=32",
@@ -50,21 +50,21 @@ CONTENDERS = (
     "gradient_allreduce",
     "bytegrad",
     "power_sgd",
-    "loco:warmup_steps=60",
+    "loco:warmup_steps=40",
     "dion",
-    "sign_sgd:warmup_steps=120",
-    "top_k:warmup_steps=60,density_steps=120",
-    "qadam:warmup_steps=120",
-    "one_bit_adam:warmup_steps=120",
-    "one_bit_lamb:warmup_steps=120",
+    "sign_sgd:warmup_steps=80",
+    "top_k:warmup_steps=40,density_steps=80",
+    "qadam:warmup_steps=80",
+    "one_bit_adam:warmup_steps=80",
+    "one_bit_lamb:warmup_steps=80",
     "decentralized:peer_selection_mode='shift_one'",
     "low_precision_decentralized",
     "decentralized_data_parallel",
     "local_sgd:sync_every=8",
     "local_sgd:sync_every=4,codec=int4,overlap=3",
     "slowmo:sync_every=8",
-    "diloco:sync_every=20,start_after=180",
-    "sparse_loco:sync_every=10,start_after=180",
+    "diloco:sync_every=20,start_after=120",
+    "sparse_loco:sync_every=10,start_after=120",
 )
 KINDS = ("losses", "paces", "whole", "memory", "report")
 Task = tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]
@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=at_least(2), default=default.hosts, metavar="N", help="default 2")
     add("--links", type=a_link, nargs="+", default=LINKS, metavar="LINK", help=f"default {' '.join(LINKS)}")
     add("--contenders", type=a_contender, nargs="+", default=CONTENDERS, metavar="WHO", help="beside ddp; default all")
-    add("--steps", type=at_least(1), default=default.steps, metavar="N", help="default 600")
+    add("--steps", type=at_least(1), default=default.steps, metavar="N", help="default 400")
     add("--rates", type=float, nargs="+", default=default.rates, metavar="LR", help="highest rates to choose from")
     add("--tuning-seed", type=at_least(0), default=default.tuning_seed, metavar="N", help="chooses them; default 5")
     add("--seeds", type=at_least(0), nargs="+", default=default.seeds, metavar="N", help="reported; default 0 1")

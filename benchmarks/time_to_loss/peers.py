@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import socket
 from datetime import timedelta
@@ -146,7 +147,9 @@ def hivemind(
     model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 20, bits: int = 16, wait: float = 1.0
 ) -> Prepared:
     """Hivemind's Optimizer with local updates, and means of weights in 16 or 8 bits."""
-    package = importlib.import_module("hivemind")
+    package, compression = importlib.import_module("hivemind"), importlib.import_module("hivemind.compression")
+    multiprocessing.current_process().daemon = False  # Its network is a process, and a daemon may start none.
+    kind = compression.Float16Compression if bits == 16 else compression.Uniform8BitQuantization
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     maddrs = [f"/ip4/{own_address()}/tcp/0"]
     dht = package.DHT(host_maddrs=maddrs, start=True) if rank == 0 else None
@@ -163,7 +166,7 @@ def hivemind(
         delay_state_averaging=False,
         matchmaking_time=wait,
         averaging_timeout=PATIENCE_S,
-        state_averaging_compression=package.Float16Compression() if bits == 16 else package.Uniform8BitQuantization(),
+        state_averaging_compression=kind(),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2},
     )
 

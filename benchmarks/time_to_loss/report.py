@@ -46,7 +46,7 @@ class Question:
     """
 
     hosts: int = 2
-    steps: int = 600
+    steps: int = 400
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     tuning_seed: int = 5
     seeds: tuple[int, ...] = (0, 1)
