@@ -17,11 +17,11 @@ version = release = bagua.__version__
 extensions = [
     "myst_parser",
     "facade_index",
+    "mathml",
     "timelines",
     "topology_pictures",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -34,7 +34,7 @@ doctest_test_doctest_blocks = ""
 html_theme = "furo"
 html_title = "bagua"
 html_static_path = ["static"]
-html_css_files = ["cards.css"]
+html_css_files = ["cards.css", "formulas.css"]
 
 # Docstrings of torch that our classes inherit are torch's to explain.
 autodoc_inherit_docstrings = False

@@ -147,3 +147,14 @@ def test_a_lane_that_cannot_be_drawn_is_refused(line, monkeypatch):
     timelines = extension("timelines", monkeypatch)
     with pytest.raises(ValueError, match=r"lane|bar|float"):
         timelines.read_lane(line)
+
+
+def test_a_formula_becomes_mathml(monkeypatch):
+    pytest.importorskip("sphinx")
+    formulas = extension("mathml", monkeypatch)
+    assert "<mi>x</mi>" in formulas.convert("x", block=False)
+    lines = formulas.convert(r"x &= 1, \dots, 3 \\ y &= \text{10 \% of } x", block=True)
+    assert lines.count("<mtr>") == 2
+    assert "<mtext>10 % of </mtext>" in lines.replace("\N{NO-BREAK SPACE}", " ")
+    with pytest.raises(Exception, match=r"unheard.*in the formula"):
+        formulas.convert(r"\unheard", block=False)
