@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -182,17 +184,22 @@ def different(
     return errors.CollectiveMismatchError(problem, call=call, peers=[rank], expected=here, seen=there, advice=advice)
 
 
+def this_process() -> str:
+    """Host and process, for people."""
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
 def require_same(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
-    """Refuse to join islands that have other facts under ``topic``: cells say what all have in common."""
-    theirs = cells.claim(topic, list(facts))
+    """Refuse to join islands that have other facts under ``topic``: cells say what all have, and who began."""
+    first, *theirs = cells.claim(topic, [this_process(), *facts])
     if theirs == list(facts):
         return
     here, there = first_difference(facts, theirs)
     raise errors.CollectiveMismatchError(
-        f"these islands have different {what}; the first difference",
+        f"these islands have different {what}; that of {first}, was there first; the first difference",
         call="join_islands" if topic == "job" else "with_bagua",
-        expected=there,
-        seen=here,
+        expected=here,
+        seen=there,
         advice="Start all processes with the same program, version and options, or choose another name=.",
     )
 

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
-import socket
 import threading
 import time
 import uuid
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from bagua.comm import Cells, PhaseDeadline, ProcessGroup, Source, family, forked_error
 from bagua.errors import StoreLostError
 from bagua.membership.epochs import Epoch, Standing, StopReport
+from bagua.membership.island import this_process
 from bagua.membership.pace import Pace
 
 _log = logging.getLogger("bagua")
@@ -334,7 +333,7 @@ class MemberState:
     ) -> None:
         self.cells, self.seat, self.deadlines = cells, seat, deadlines
         self.rank, self.size = place
-        self.record = SeatRecord(host=f"{socket.gethostname()}, process {os.getpid()}")
+        self.record = SeatRecord(host=this_process())
         self.roster = Roster(cells, None if self.rank else seat, deadlines)
         self.ranks = Roster(cells, self.rank, deadlines, (seat, self.size))
         self.trouble = ""

@@ -23,6 +23,7 @@ from bagua.errors import (
     TooFewMembersError,
     TransportUnavailableError,
 )
+from bagua.membership import island as island_module
 from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing.ranks import RankDiedError
@@ -225,11 +226,16 @@ def test_a_run_that_is_over_takes_no_newcomer():
         assert train(islands, wrapped(islands, "diloco"), PERIOD)[0].contributed == (0,)
 
 
-def test_another_run_is_refused_with_both_sides_named():
+def test_another_run_is_refused_with_both_sides_named(monkeypatch):
     store = new_store()
-    with joined(store, 1), pytest.raises(CollectiveMismatchError) as caught, joined(store, 2):
-        pass
-    assert (caught.value.expected, caught.value.seen) == ("size=1", "size=2")
+    with contextlib.ExitStack() as first:
+        with monkeypatch.context() as there:
+            there.setattr(island_module, "this_process", lambda: "head, process 7")
+            first.enter_context(joined(store, 1))
+        with pytest.raises(CollectiveMismatchError) as caught, joined(store, 2):
+            pass
+    assert "; that of head, process 7, was there first; " in caught.value.problem
+    assert "this rank has size=2, others have size=1" in str(caught.value)
 
 
 def test_another_model_is_refused_with_both_sides_named():
@@ -238,8 +244,8 @@ def test_another_model_is_refused_with_both_sides_named():
         wrapped(first, "diloco")
         with pytest.raises(CollectiveMismatchError) as caught:
             wrapped(second, Algorithm.init("diloco", sync_every=9))
-    assert "sync_every=2" in caught.value.expected
-    assert "sync_every=9" in caught.value.seen
+    assert "sync_every=9" in caught.value.expected
+    assert "sync_every=2" in caught.value.seen
 
 
 def test_islands_train_one_model():
