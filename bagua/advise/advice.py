@@ -76,21 +76,30 @@ class Advice:
         return f"{part:.2f}" if part >= 0.05 else f"{part:.4f}"
 
     def table(self) -> str:
-        """Predictions as text, and the answer."""
+        """The answer, then predictions for what keeps the loss by its recipe, then the rest."""
+        keep = [one for one in self.predictions if self.eligible(one)]
+        rest = [one for one in self.predictions if one not in keep]
         lines = [
+            self.answer(),
+            "",
             f"{hosts_in_words(self.cluster.hosts, self.cluster.ranks_per_host)}, links of {self.cluster.link}",
-            f"{'algorithm':<28} {'step':>9} {'90 % within':>19} {'over DDP':>9} {'bytes':>9}  remarks",
+            f"{'keeps the loss':<28} {'step':>9} {'90 % within':>19} {'over DDP':>9} {'bytes':>9}",
+            *map(self._line, keep),
         ]
-        for one in self.predictions:
-            remarks = [] if one.keeps_equal else ["ranks differ"]
-            remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
-            interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
-            lines.append(
-                f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {self._part(one):>8}x "
-                f"{_size(one.sent_bytes):>9}  {', '.join(remarks)}".rstrip()
-            )
-        lines += [f"{name}: no prediction: {reason}" for name, reason in self.refusals]
-        return "\n".join([*lines, "", self.answer()])
+        if rest:
+            lines += ["", "does not by itself", *map(self._line, rest)]
+        if self.refusals:
+            lines += ["", *(f"{name}: no prediction: {reason}" for name, reason in self.refusals)]
+        return "\n".join(lines)
+
+    def _line(self, one: Prediction) -> str:
+        remarks = [] if one.keeps_equal else ["ranks differ"]
+        remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
+        interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
+        return (
+            f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {self._part(one):>8}x "
+            f"{_size(one.sent_bytes):>9}  {', '.join(remarks)}".rstrip()
+        )
 
     def answer(self) -> str:
         """The answer in sentences."""
@@ -145,6 +154,7 @@ def rehearse_all(
     hosts: int,
     ranks_per_host: int,
     names: Sequence[str] | None = None,
+    begin: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Rehearsal], dict[str, str]]:
     """Rehearse DDP and algorithms.
 
@@ -153,6 +163,7 @@ def rehearse_all(
         hosts: how many.
         ranks_per_host: on each.
         names: names of the algorithms; None for all that are registered.
+        begin: is called with each name before that is rehearsed.
 
     Returns:
         The rehearsals, and by name why others have none.
@@ -163,15 +174,17 @@ def rehearse_all(
     """
     _check_wanted(hosts * ranks_per_host, names)
     sizes = [ranks_per_host] * hosts
+    begin(DDP)
     found = [rehearse(GradientAllReduceAlgorithm(), facts, sizes, name=DDP, bucket_bytes=_DDP_BUCKET_BYTES)]
     refusals = {}
     for name in registry if names is None else names:
         if name == DDP:
             continue
+        begin(name)
         try:
             found.append(rehearse(Algorithm.init(name), facts, sizes, name=name))
         except BaguaError as error:
-            refusals[name] = str(error)
+            refusals[name] = f"{error.problem}. {error.advice}".removesuffix(". ")
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered
             refusals[name] = f"{type(error).__name__}: {error}"
     return found, refusals

@@ -222,7 +222,7 @@ def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
     period = max((one.when.steps for one in steady if one.how is not None), default=1)
     if period > _MOST_STEPS:
         raise ConfigurationError(
-            "a period is too long to be rehearsed", argument="algorithm", expected=f"{_MOST_STEPS} steps", seen=period
+            f"a period of {period} steps is too long to be rehearsed, at most {_MOST_STEPS} are", argument="algorithm"
         )
     return period * -(-_LEAST_STEPS // period)
 

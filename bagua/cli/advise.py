@@ -175,10 +175,22 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _advice(options: argparse.Namespace, cluster: Cluster) -> Advice:
+    _tell(f"1 of 3: training {options.script} for {options.seconds:g} s")
     facts = measure_script(options)
-    print(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms", file=sys.stderr)
-    rehearsals, refusals = rehearse_all(facts, options.hosts, options.ranks_per_host, options.algorithms)
+    _tell(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms")
+    _tell("2 of 3: rehearsing", end="")
+    begin = lambda name: _tell(f" {name}", end="")  # noqa: E731 - a name for what is passed on
+    try:
+        rehearsals, refusals = rehearse_all(facts, options.hosts, options.ranks_per_host, options.algorithms, begin)
+    finally:
+        _tell("")
+    _tell("3 of 3: measuring calls on this machine")
     return weigh(rehearsals, refusals, facts, cluster, probe_machine())
+
+
+def _tell(text: str, end: str = "\n") -> None:
+    """Say what goes on, apart from the answer."""
+    print(text, file=sys.stderr, end=end, flush=True)
 
 
 def measure_script(options: argparse.Namespace) -> ModelFacts:

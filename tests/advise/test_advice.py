@@ -62,10 +62,16 @@ def test_an_algorithm_with_an_optimizer_of_its_own_suits_who_has_it() -> None:
 
 
 def test_the_table_has_a_line_for_each_and_says_what_was_not_tried() -> None:
-    text = advice(prediction("bytegrad", 0.5), outside=("1000 hosts, tried with 2 to 4",)).table()
-    assert "bytegrad" in text
-    assert "async: no prediction: no steps" in text
-    assert "outside of what was calibrated: 1000 hosts" in text
+    differs = prediction("local_sgd", 0.2, equal=False)
+    first, _, _, head, *lines = advice(
+        prediction("bytegrad", 0.5), differs, outside=("1000 hosts, tried with 2 to 4",)
+    ).table().splitlines()  # fmt: skip
+    assert first.startswith("Take bytegrad")
+    assert "outside of what was calibrated: 1000 hosts" in first
+    assert head.startswith("keeps the loss")
+    assert [line.partition("  ")[0] for line in lines] == [
+        "bytegrad", "ddp", "", "does not by itself", "local_sgd", "", "async: no prediction: no steps",
+    ]  # fmt: skip
 
 
 def test_the_table_shows_few_bytes_too() -> None:
