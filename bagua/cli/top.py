@@ -1,24 +1,38 @@
 """The command ``bagua top``: a live table of the ranks of a running job."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bagua import env
 from bagua.checks import install_command
 from bagua.cli.arguments import some_seconds
-from bagua.comm import Beats, connect_beats
-from bagua.observe import latest_of
+
+if TYPE_CHECKING:
+    from bagua.comm import Beats
 
 Beat = Mapping[str, Any]
-COLUMNS = ("rank", "host", "seen", "in calls", "exposed", "waiting", "MB/s sent", "late", "last call")
+COLUMNS = (
+    *("rank", "host", "seen", "step", "steps/s", "in calls", "exposed", "waiting"),
+    *("MB/s sent", "late", "last call"),
+)
+_LATE = COLUMNS.index("late")
+_SUMS = ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")
+#: Who keeps others waiting for less than this part of their time is not late: the table shows whole percents.
+_LEAST_WAIT = 0.01
+#: Seconds in which somebody must listen at the address, and in which that must turn out to be the store of a job.
+_LISTENS_S, _JOINS_S = 2.0, 2.5
 #: A beat is a matter of the past after so many seconds.
 _STALE_S = 10.0
-#: The store is given up after so many seconds: its host may be stopped.
+#: The store of a job that was seen is given up after so many seconds: its host may be stopped.
 _ANSWER_S = 10.0
 _LAST_PORT = 65535
 
@@ -47,10 +61,14 @@ def main(arguments: Sequence[str]) -> int:
     host, _, port = parsed.store.rpartition(":")
     if not host or not port.isdigit() or int(port) > _LAST_PORT:
         parser.error(f"expected HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, got {parsed.store}")
+    print(f"looking for a job at {parsed.store}", file=sys.stderr)
     try:
-        beats = connect_beats(host.strip("[]"), int(port))
-        if not beats.read_within(_ANSWER_S):
-            print(f"bagua top: no rank has said anything at {parsed.store}. Its first word takes a second.")
+        beats = _find(host.strip("[]"), int(port))
+        if not beats.read_within(_JOINS_S):
+            print(
+                f"bagua top: no rank has said anything at {parsed.store}. The first word of a rank takes a second; "
+                "a job of one rank says nothing."
+            )
             return 1
         _show(beats, parsed.interval, once=parsed.once)
     except KeyboardInterrupt:
@@ -64,6 +82,14 @@ def main(arguments: Sequence[str]) -> int:
         print("On one machine, a launcher takes any free port unless it gets --master-port.", file=sys.stderr)
         return 1
     return 0
+
+
+def _find(host: str, port: int) -> Beats:
+    """The beats of the job at an address. The import of torch takes seconds, so it waits until somebody listens."""
+    socket.create_connection((host, port), _LISTENS_S).close()
+    with env.with_defaults({"TORCH_CPP_LOG_LEVEL": "FATAL"}):  # Else torch has pages to say of who is no store.
+        from bagua.comm import connect_beats
+    return connect_beats(host, port, _JOINS_S)
 
 
 def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
@@ -123,7 +149,7 @@ def rich_table(rows: Sequence[Sequence[str]]) -> Any:
 
     table = Table(*COLUMNS)
     for row in rows:
-        table.add_row(*map(Text, row), style="red" if row[7] else "")
+        table.add_row(*map(Text, row), style="red" if row[_LATE] else "")
     return table
 
 
@@ -138,22 +164,47 @@ def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) 
     # An earlier job of the same store has left its own beats; names of jobs are in order of time.
     latest = max(now.values(), key=_job_of, default={})
     now = {rank: beat for rank, beat in now.items() if _job_of(beat) == _job_of(latest)}
-    late = latest_of(now)
+    spent = {rank: _spent(now[rank], before.get(rank)) for rank in sorted(now)}
+    late = _late(now, spent)
     size = int(latest.get("world_size", 0))
-    rows = [_row(rank, now[rank], before.get(rank), late, wall_s) for rank in sorted(now)]
-    return rows + [(str(rank), *[""] * 7, "has said nothing yet") for rank in range(size) if rank not in now]
+    rows = [_row(rank, now[rank], spent[rank], late, wall_s) for rank in spent]
+    blank = [""] * (len(COLUMNS) - 2)
+    return rows + [(str(rank), *blank, "has said nothing yet") for rank in range(size) if rank not in now]
 
 
-def _row(rank: int, beat: Beat, before: Beat | None, late: int, wall_s: float) -> tuple[str, ...]:
+def _spent(beat: Beat, before: Beat | None) -> dict[str, float]:
+    """What a rank did between its last two beats, or since its beginning."""
     if before is None or _life_of(before) != _life_of(beat):
-        before = dict.fromkeys(("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes"), 0.0)
-    spent = {key: beat[key] - before[key] for key in ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")}
-    running_s = max(spent["running_s"], 1e-9)
+        before = dict.fromkeys(_SUMS, 0.0)
+    made, made_before = ((one.get("steps") or (0,))[0] for one in (beat, before))  # None before the first step.
+    return {"steps": made - made_before, **{key: beat[key] - before[key] for key in _SUMS}}
+
+
+def _late(now: Mapping[int, Beat], spent: Mapping[int, Mapping[str, float]]) -> int:
+    """The rank for which others wait in what the table shows; -1 if they wait for none.
+
+    Where no rank sees who comes when, as on Gloo, what ranks wait for others is part of ``exposed``.
+    """
+    from bagua.observe import latest_of
+
+    rank = latest_of(now)
+    lost = {one: (sums["exposed_s"] + sums["waiting_s"]) / _running_s(sums) for one, sums in spent.items()}
+    waits = [share - lost[rank] for one, share in lost.items() if one != rank] if rank in lost else []
+    return rank if max(waits, default=0.0) >= _LEAST_WAIT else -1
+
+
+def _running_s(spent: Mapping[str, float]) -> float:
+    return max(spent["running_s"], 1e-9)
+
+
+def _row(rank: int, beat: Beat, spent: Mapping[str, float], late: int, wall_s: float) -> tuple[str, ...]:
+    running_s, steps = _running_s(spent), beat.get("steps")
     age_s = max(wall_s - beat["at"], 0.0)
     return (
         str(rank),
         f"{beat['host']}:{beat['pid']}",
         f"{age_s:.0f} s ago" + (" !" if age_s > _STALE_S else ""),
+        *(("", "") if steps is None else (str(steps[1]), f"{spent['steps'] / running_s:.1f}")),
         *(f"{spent[key] / running_s:.0%}" for key in ("time_s", "exposed_s", "waiting_s")),
         f"{spent['sent_bytes'] / running_s / 1e6:.2f}",
         "late" if rank == late else "",

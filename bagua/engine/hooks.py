@@ -344,6 +344,8 @@ class BackwardHooks:
         try:
             if self._is_step and (self.reducer.scheduler.formed or self._form_buckets()):
                 self._complete_step()
+            if phases.step != step:
+                self._recorder.stepped(phases.step)
             if self.take is None or phases.step != step:
                 self._due = set(map(id, self.reducer.optimizers))
         except BaseException as error:

@@ -104,6 +104,7 @@ class RankWatch:
             "exposed_s": times.exposed_s,
             "waiting_s": times.waiting_s,
             "sent_bytes": recorder.sent_bytes(),
+            "steps": recorder.steps,
             "call": "" if last is None else f"{last.place.label} {last.call}",
             "gauges": dict(recorder.gauges),
         }

@@ -25,7 +25,8 @@ from tests.harness import until
 def beat(**facts: object) -> dict[str, object]:
     plain = {"world_size": 2, "at": 1000.0, "host": "h", "pid": 7, "backend": "shm", "window_s": 10.0, "waits": {}}
     sums = {"collectives_s": 0.0, "running_s": 10.0, "time_s": 4.0, "exposed_s": 2.0, "waiting_s": 1.0}
-    return {**plain, **sums, "sent_bytes": 50_000_000, "call": "world #9 barrier()", "gauges": {}, **facts}
+    made = {"sent_bytes": 50_000_000, "steps": [20, 120], "call": "world #9 barrier()"}
+    return {**plain, **sums, **made, "gauges": {}, **facts}
 
 
 class Gone(HashStore):
@@ -42,9 +43,14 @@ class Gone(HashStore):
 
 
 def test_a_row_shows_shares_of_the_time_between_two_looks():
-    before = {0: beat(at=990.0, running_s=0.0, time_s=0.0, exposed_s=0.0, waiting_s=0.0, sent_bytes=0)}
+    before = {0: beat(at=990.0, running_s=0.0, time_s=0.0, exposed_s=0.0, waiting_s=0.0, sent_bytes=0, steps=[5, 105])}
     rows = top.rows_of({0: beat(world_size=1)}, before, wall_s=1001.0)
-    assert rows == [("0", "h:7", "1 s ago", "40%", "20%", "10%", "5.00", "", "world #9 barrier()")]
+    shown = ("120", "1.5", "40%", "20%", "10%", "5.00", "")
+    assert rows == [("0", "h:7", "1 s ago", *shown, "world #9 barrier()")]
+
+
+def test_who_trains_no_model_has_no_steps():
+    assert top.rows_of({0: beat(world_size=1, steps=None)}, {}, wall_s=1000.0)[0][3:5] == ("", "")
 
 
 def test_a_look_that_finds_nothing_new_shows_the_last_news():
@@ -55,7 +61,7 @@ def test_a_look_that_finds_nothing_new_shows_the_last_news():
     rows = []
     for now in (first, second, second, second):
         seen.look({0: now})
-        rows.append(top.rows_of({0: now}, seen.before, wall_s=1000.0)[0][3:7])
+        rows.append(top.rows_of({0: now}, seen.before, wall_s=1000.0)[0][5:9])
     assert rows == [("100%", "100%", "0%", "0.00"), *[("40%", "20%", "10%", "5.00")] * 3]
 
 
@@ -98,17 +104,25 @@ def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys, 
     with os.fdopen(writer, "w") as table, monkeypatch.context() as piped:
         piped.setattr(sys, "stdout", table)
         assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == f"looking for a job at 127.0.0.1:{port}\n"
 
 
 def test_late_and_silent_ranks_are_marked():
-    now = {0: beat(waits={"1": 3.0}, world_size=3), 1: beat(at=900.0, world_size=3)}
+    now = {0: beat(waits={"1": 3.0}, world_size=3), 1: beat(at=900.0, world_size=3, waiting_s=0.0)}
     rows = top.rows_of(now, {}, wall_s=1000.0)
     assert rows[1][2] == "100 s ago !"
-    assert [row[7] for row in rows] == ["", "late", ""]
+    assert [row[9] for row in rows] == ["", "late", ""]
     assert rows[2][0] == "2"
     assert rows[2][-1] == "has said nothing yet"
     assert top.plain_table(rows).splitlines()[0].startswith("rank  host")
+
+
+@pytest.mark.parametrize(("waiting_s", "mark"), [(0.0, ""), (0.05, ""), (0.2, "late")])
+def test_nobody_is_late_for_whom_nobody_waits_in_what_the_table_shows(waiting_s, mark):
+    blamed = {rank: beat(waits={"1": 3.0} if rank == 0 else {}) for rank in range(2)}
+    before = {rank: beat(at=990.0, running_s=0.0, time_s=0.0, exposed_s=2.0, waiting_s=1.0) for rank in range(2)}
+    blamed[0]["waiting_s"] = 1.0 + waiting_s
+    assert [row[9] for row in top.rows_of(blamed, before, wall_s=1000.0)] == ["", mark]
 
 
 def test_a_terminal_shows_the_names_of_groups_as_they_are():
@@ -123,7 +137,7 @@ def test_a_terminal_shows_the_names_of_groups_as_they_are():
 def test_what_an_earlier_job_left_in_the_store_is_not_shown():
     left = {1: beat(job="a", at=900.0, waits={"0": 9.0})}
     rows = top.rows_of({0: beat(job="b"), **left}, {}, wall_s=1000.0)
-    assert [(row[0], row[7], row[-1]) for row in rows] == [
+    assert [(row[0], row[9], row[-1]) for row in rows] == [
         ("0", "", "world #9 barrier()"),
         ("1", "", "has said nothing yet"),
     ]
@@ -132,7 +146,7 @@ def test_what_an_earlier_job_left_in_the_store_is_not_shown():
 def test_a_second_job_of_one_process_counts_from_its_beginning():
     before = {0: beat(job="a", world_size=1, at=990.0, running_s=500.0, time_s=400.0)}
     rows = top.rows_of({0: beat(job="b", world_size=1)}, before, wall_s=1000.0)
-    assert rows[0][3:7] == ("40%", "20%", "10%", "5.00")
+    assert rows[0][5:9] == ("40%", "20%", "10%", "5.00")
 
 
 def test_a_job_is_found_through_its_store(capsys, port):
@@ -158,6 +172,15 @@ def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
     assert "HOST:PORT" in capsys.readouterr().err
 
 
+def test_who_listens_and_is_no_store_is_given_up(capsys, monkeypatch):
+    monkeypatch.setattr(top, "_JOINS_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begun = time.monotonic()
+        assert main.main(["top", f"127.0.0.1:{silent.getsockname()[1]}"]) == 1
+        assert time.monotonic() - begun < 20
+    assert "no answer within 0.1 s" in capsys.readouterr().err
+
+
 def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch):
     monkeypatch.setattr(watch_module, "BEAT_S", 0.0)
     seen = threading.Event()
@@ -176,6 +199,19 @@ def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch)
         return len(watch.others), bagua.comm.get_default_group().recorder.beat_at
 
     assert [others for others, _ in ThreadRanks(2).run(job, size=2)] == [1, 1]
+
+
+def test_steps_of_a_model_are_counted():
+    def train() -> tuple[int, int] | None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = bagua.with_bagua(model, optimizer, "gradient_allreduce")
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return bagua.comm.get_default_group().recorder.steps
+
+    assert ThreadRanks(2).run(train, size=2) == [(3, 3), (3, 3)]
 
 
 def test_a_beat_that_cannot_arrive_disturbs_nobody():

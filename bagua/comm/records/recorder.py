@@ -301,6 +301,7 @@ class Recorder:
         numbers: number of the next call.
         beside: identities of the threads that do something for the code that computes.
         thread: identity of the thread that connected the rank.
+        steps: training steps that were made here, of any model, and the number of the last one; None before the first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -314,6 +315,7 @@ class Recorder:
         self.numbers = itertools.count()
         self.beside: set[int] = set()
         self.thread = get_ident()
+        self.steps: tuple[int, int] | None = None
         self._books = Books((), (), Sums(CallTimes(), {}, {}, {}))
         self._writing = threading.RLock()
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
@@ -323,6 +325,10 @@ class Recorder:
     def disown(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
         self._writing = threading.RLock()
+
+    def stepped(self, number: int) -> None:
+        """Training step ``number`` of a model is over."""
+        self.steps = (1 if self.steps is None else self.steps[0] + 1, number)
 
     # Standing still.
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
@@ -17,8 +16,7 @@ from bagua.comm.lifetime.background import beside, bounded
 from bagua.comm.store.keys import behind_token, bottom_of, read_present
 from bagua.comm.store.serving import connect_store
 
-#: How long a server may take to answer somebody who only looks.
-_CONNECT_TIMEOUT_S = 10.0
+T = TypeVar("T")
 
 
 class Beats:
@@ -90,19 +88,7 @@ class Beats:
         Raises:
             TimeoutError: it takes longer.
         """
-
-        def attempt() -> dict[int, dict[str, Any]] | Exception:
-            try:
-                return self.read()
-            except Exception as error:  # noqa: BLE001 - raised below
-                return error
-
-        found = bounded(attempt, limit_s)
-        if found is None:
-            raise TimeoutError(f"no answer within {limit_s:g} s")
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return _within(limit_s, self.read)
 
     def _read_some(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         texts = read_present(store, [f"bagua/beat/{rank}" for rank in ranks])
@@ -116,16 +102,31 @@ class Beats:
         return self._own or self._store
 
 
-def connect_beats(host: str, port: int) -> Beats:
+def connect_beats(host: str, port: int, limit_s: float = 10.0) -> Beats:
     """The beats of a running job, for reading.
 
     Args:
         host: address of the store, the ``MASTER_ADDR`` of the job.
         port: port of the store, the ``MASTER_PORT`` of the job.
+        limit_s: seconds that it may take. Torch waits for a server that is no store for as long as that likes.
 
     Raises:
-        OSError: nothing answers there.
-        RuntimeError: who answers is no store.
+        RuntimeError: who answers is no store, or nothing answers.
+        TimeoutError: it takes longer.
     """
-    socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()  # Torch would print a page before it gives up.
-    return Beats(connect_store(port, _CONNECT_TIMEOUT_S, host), -1)
+    return Beats(_within(limit_s, lambda: connect_store(port, limit_s, host)), -1)
+
+
+def _within(limit_s: float, ask: Callable[[], T]) -> T:
+    def attempt() -> tuple[T] | Exception:
+        try:
+            return (ask(),)
+        except Exception as error:  # noqa: BLE001 - raised below
+            return error
+
+    found = bounded(attempt, limit_s)
+    if found is None:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    if isinstance(found, Exception):
+        raise found
+    return found[0]
