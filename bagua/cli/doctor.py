@@ -99,14 +99,10 @@ def describe_transports() -> list[str]:
 
 
 def describe_timings(timings: Sequence[Timing], ranks: int) -> list[str]:
-    """A table of the time of an allreduce on each backend, and its bandwidth."""
-    lines = [f"allreduce, {ranks} ranks" + "".join(f"{name:>24}" for _, name in SIZES)]
-    for timing in timings:
-        cells = [
-            f"{_readable(seconds)} {_rate(size_bytes / seconds)}"
-            for (size_bytes, _), seconds in zip(SIZES, timing.seconds, strict=True)
-        ]
-        lines.append(f"{timing.backend:<18}" + "".join(f"{cell:>24}" for cell in cells))
+    """A table of the time of an allreduce and its bandwidth: a row for each size, columns for each backend."""
+    lines = [f"allreduce, {ranks} ranks" + "".join(f"{timing.backend:>24}" for timing in timings)]
+    for (size_bytes, name), *seconds in zip(SIZES, *(timing.seconds for timing in timings), strict=True):
+        lines.append(f"{name:<18}" + "".join(f"{_readable(one):>12}{_rate(size_bytes / one):>12}" for one in seconds))
     return lines
 
 
@@ -134,14 +130,18 @@ def measure(ranks: int) -> list[str]:
     """Lines about which backend is chosen, and how fast each of them is."""
     sizes_bytes = [size_bytes for size_bytes, _ in SIZES]
     available = [backend for backend in ("shm", "gloo") if backend_refusal(backend) is None]
-    chosen = run_ranks(time_backend, ranks, (None, []))[0]
-    timings = [run_ranks(time_backend, ranks, (backend, sizes_bytes))[0] for backend in available]
+    timings = []
+    for number, backend in enumerate([None, *available], start=1):
+        what = "finding each other" if backend is None else f"allreduce over {backend}"
+        print(f"{number} of {len(available) + 1}: {ranks} new processes, {what}", file=sys.stderr, flush=True)
+        timings.append(run_ranks(time_backend, ranks, (backend, [] if backend is None else sizes_bytes))[0])
+    chosen, *timings = timings
     choice = f"without backend= bagua takes {chosen.backend}; ranks on each host: {', '.join(map(str, chosen.hosts))}"
     return [choice, "", *describe_timings(timings, ranks)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look, measure, print.
+    """Look, measure, and print the answer first.
 
     Args:
         arguments: words that follow ``bagua doctor`` on the command line.
@@ -153,16 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks to measure with (2)")
     parser.add_argument("--no-timing", action="store_true", help="only look, measure nothing")
     options = parser.parse_args(arguments)
-    print("\n".join([*describe_machine(), "", *describe_transports()]))
-    status = 0
+    answer, timings, status = advise(options.nproc), [], 0
     if options.nproc > 1 and not options.no_timing:
         try:
-            print("\n".join(["", *measure(options.nproc)]))
+            timings = ["", *measure(options.nproc)]
+            answer = [f"{options.nproc} ranks work together here", *answer]
         except RanksFailedError as failed:  # What somebody calls a doctor for.
-            print(f"\n{options.nproc} ranks do not work together here: {failed}")
+            answer = [f"{options.nproc} ranks do not work together here: {failed}", *answer]
             status = FAILED
         except KeyboardInterrupt:
             print("interrupted; all processes have ended", file=sys.stderr)
-            return INTERRUPTED
-    print("\n" + "\n".join(advise(options.nproc)))
+            status = INTERRUPTED
+    print("\n".join([*answer, "", *describe_machine(), "", *describe_transports(), *timings]))
     return status

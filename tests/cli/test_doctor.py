@@ -11,8 +11,10 @@ from bagua.testing import Outcome, RankDiedError
 def test_a_look_without_measuring(capsys):
     assert main(["doctor", "--no-timing"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "torch" in lines[0]
-    assert "processor cores" in lines[1]
+    advice = doctor.advise(2)
+    assert lines[: len(advice)] == advice
+    assert "torch" in lines[len(advice) + 1]
+    assert "processor cores" in lines[len(advice) + 2]
     for backend in ("shm", "gloo", "nccl"):
         assert any(line.startswith(backend) and "available" in line for line in lines), backend
 
@@ -35,9 +37,14 @@ def test_memory_that_the_system_does_not_tell_of(monkeypatch, lines, said):
 def test_measuring(forked_ranks, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
     assert main(["doctor"]) == 0
-    written = capsys.readouterr().out
+    written, told = capsys.readouterr()
+    assert written.startswith("2 ranks work together here\n")
     assert "ranks on each host: 2" in written
-    assert any(line.startswith("gloo") and "B/s" in line for line in written.splitlines())
+    head, *rows = written.splitlines()[-3:]
+    assert head.split()[-1] == "gloo"
+    assert [row.partition("  ")[0] for row in rows] == ["4 B", "1 KB"]
+    assert all(row.endswith("B/s") for row in rows)
+    assert told.startswith("1 of ")
 
 
 def test_ranks_that_fail_are_a_finding(monkeypatch, capsys):
@@ -47,8 +54,8 @@ def test_ranks_that_fail_are_a_finding(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "run_ranks", fail)
     assert main(["doctor"]) == 1
     written = capsys.readouterr().out
-    assert "2 ranks do not work together here: rank 1 was killed by SIGKILL" in written
-    assert written.rstrip().splitlines()[-1] in doctor.advise(2)
+    assert written.startswith("2 ranks do not work together here: rank 1 was killed by SIGKILL\n")
+    assert doctor.advise(2)[-1] in written.splitlines()
 
 
 def test_advice_for_more_threads_than_cores(monkeypatch):
