@@ -13,7 +13,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +171,25 @@ class Result:
 
 def compare(rank: Rank, settings: Sequence[Settings], steps: int | None) -> list[Result]:
     """Train with each of ``settings``, one after the other; None gives as many steps as fit into the demo's time."""
+    tell = rank.report if rank.rank == 0 else lambda _: None
     rank.join("gloo" if rank.host is not None else None, TIMEOUT_S)
-    text = read_standard_library()
+    text, why = read_standard_library(), "as --steps says"
+    sizes = (f"{len(part) / 1e6:.1f} MB" for part in (text.training, text.held_out))
+    tell("read the text, the source of Python's standard library: {} to train on, {} held out".format(*sizes))
     if steps is None:
+        tell(f"trying how many steps fit into {BUDGET_S:g} s")
         trial = Trainer(Settings(steps=MOST_STEPS), text.training, rank.rank)
         trial.distribute()
         took = torch.tensor([statistics.median(_timed(trial.step)[1] for _ in range(2 * TRIAL_STEPS))])
         bagua.broadcast(took, 0)
         trial.model.bagua_close()
         steps = max(FEWEST_STEPS, min(MOST_STEPS, int(BUDGET_S / float(took)))) // 8 * 8
-    results = [_train(rank, Settings(**{**vars(one), "steps": steps}), text) for one in settings]
+        why = f"about as many as fit, at least {FEWEST_STEPS} and at most {MOST_STEPS}"
+    tell(f"each run ends after {steps} steps, {why}")
+    results = []
+    for number, one in enumerate(settings, start=1):
+        tell(f"run {number} of {len(settings)}: {one.algorithm}, {steps} steps")
+        results.append(_train(tell, Trainer(replace(one, steps=steps), text.training, rank.rank), text.held_out))
     bagua.destroy_process_group()
     return results
 
@@ -190,22 +199,21 @@ def _timed(step: Callable[[], float]) -> tuple[float, float]:
     return step(), time.perf_counter() - started
 
 
-def _train(rank: Rank, settings: Settings, text: Text) -> Result:
-    trainer = Trainer(settings, text.training, rank.rank)
+def _train(tell: Callable[[object], None], trainer: Trainer, held_out: Tensor) -> Result:
+    settings = trainer.settings
     trainer.distribute()
-    if rank.rank == 0:
-        rank.report(f"{settings.algorithm}, {settings.steps} steps")
     before, every, steps = _sent_bytes(), max(1, settings.steps // 4), []
     for number in range(1, settings.steps + 1):
         steps.append(_timed(trainer.step))
-        if rank.rank == 0 and number % every == 0:
-            rank.report(f"  step {number}: loss {steps[-1][0]:.3f}, {steps[-1][1] * 1e3:.0f} ms")
+        if number % every == 0:
+            tell(f"  step {number}: loss {steps[-1][0]:.3f}, {steps[-1][1] * 1e3:.0f} ms")
+    tell(f"  ended: all {settings.steps} steps are made; computing the loss on the held-out text")
     sent = _sent_bytes() - before
     losses, seconds = map(list, zip(*steps, strict=True))
     if registry.get(settings.algorithm)().in_background:
         trainer.model.bagua_algorithm.abort(trainer.model)
     trainer.model.bagua_finish()
-    means = torch.tensor([statistics.fmean(losses[-LAST_STEPS:]), trainer.held_out_loss(text.held_out)])
+    means = torch.tensor([statistics.fmean(losses[-LAST_STEPS:]), trainer.held_out_loss(held_out)])
     bagua.allreduce(means, op=comm.ReduceOp.AVG)
     trainer.model.bagua_close()
     return Result(settings.algorithm, losses, seconds, sent / settings.steps, *means.tolist())
@@ -229,7 +237,7 @@ def slow_link(ranks: int, mbit_per_s: float) -> Iterator[tuple[Network | None, s
 
 
 def table(results: Sequence[Result], trained_by: str, where: str, mbit_per_s: float) -> str:
-    """A line for each algorithm, and what it means."""
+    """What it means, and a line for each algorithm."""
     first, on_wire = results[0], f"sent per step, at {mbit_per_s:g} Mbit/s"
     rows = [("", "time", "step", on_wire, "loss at the end", "held-out loss")]
     for one in results:
@@ -239,8 +247,9 @@ def table(results: Sequence[Result], trained_by: str, where: str, mbit_per_s: fl
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     said = [f"the same {len(first.losses)} steps of {trained_by}, over {where}:", *(f"  {line}" for line in lines)]
-    faster = ", ".join(f"{one.algorithm} in {one.step_s / first.step_s:.0%} of the time" for one in results[1:])
-    return "\n".join([*said, f"{first.algorithm} does what torch DDP does; {faster}"] if faster else said)
+    faster = " and ".join(f"{one.algorithm} takes {one.step_s / first.step_s:.0%}" for one in results[1:])
+    answer = [f"Of the time of {first.algorithm}, which does what torch DDP does, {faster}."] if faster else []
+    return "\n".join([*answer, *said])
 
 
 def draw(results: Sequence[Result], where: str) -> str:
@@ -316,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traces = [] if known else [cause.trace.rstrip()]
         print("\n".join([*traces, *failed.descriptions, "all processes have ended"]), file=sys.stderr)
         return 1
-    print(table(results, trained_by, where, options.link))
+    print("\n" + table(results, trained_by, where, options.link))
     print(f"picture: {draw(results, where)}")
+    print("next: baguarun --nproc 2 train.py runs a script of yours; docs/first_script.md says what it needs")
     return 0

@@ -42,6 +42,12 @@ def finished(folder: Path, *arguments: str) -> tuple[str, dict[str, list[float]]
 def test_without_a_name_three_algorithms_are_compared(tmp_path):
     said, rows = finished(tmp_path, "--steps", "8", "--link", "200")
     assert list(rows) == ["gradient_allreduce", "bytegrad", "local_sgd"]
+    runs = re.findall(r"^run (\d) of 3: (\w+), 8 steps$", said, re.MULTILINE)
+    assert runs == [(str(number), name) for number, name in enumerate(rows, start=1)]
+    assert "each run ends after 8 steps, as --steps says\n" in said
+    assert said.count("  ended: all 8 steps are made; ") == 3
+    assert said.partition("\n\n")[2].startswith("Of the time of gradient_allreduce, which does what torch DDP does, ")
+    assert said.splitlines()[-1].startswith("next: ")
     (_, step_ms, first, wire_ms, *_), second, third = rows.values()
     assert first / second[2] == pytest.approx(4, rel=0.1)
     assert first / third[2] == pytest.approx(8, rel=0.1)
@@ -102,7 +108,7 @@ def endless_demo() -> Iterator[Demo]:
     ) as command:
         assert command.stdout is not None
         said = ""
-        while (line := command.stdout.readline()).strip() != "gradient_allreduce, 100000 steps":
+        while (line := command.stdout.readline()).strip() != "run 1 of 1: gradient_allreduce, 100000 steps":
             assert line, command.communicate()[1]
             said += line
         process, *ranks = map(int, re.findall("is process ([0-9]+)", said))
