@@ -2,7 +2,7 @@
 
 from bagua.advise.advice import DDP as DDP
 from bagua.advise.advice import Advice, advise
-from bagua.advise.advice import rehearse_all as rehearse_all
+from bagua.advise.advice import check_wanted as check_wanted
 from bagua.advise.advice import weigh as weigh
 from bagua.advise.facts import CallFacts, MachineFacts, ModelFacts, ParameterFacts
 from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS

@@ -151,19 +151,17 @@ def _size(count: float) -> str:
 
 def rehearse_all(
     facts: ModelFacts,
-    hosts: int,
-    ranks_per_host: int,
+    cluster: Cluster,
     names: Sequence[str] | None = None,
-    begin: Callable[[str], object] = lambda _: None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Rehearsal], dict[str, str]]:
     """Rehearse DDP and algorithms.
 
     Args:
         facts: the model.
-        hosts: how many.
-        ranks_per_host: on each.
+        cluster: hosts, and ranks on each.
         names: names of the algorithms; None for all that are registered.
-        begin: is called with each name before that is rehearsed.
+        tell: is called with what is about to be done.
 
     Returns:
         The rehearsals, and by name why others have none.
@@ -172,15 +170,15 @@ def rehearse_all(
         ConfigurationError: fewer than two ranks, or more than 64.
         UnsupportedAlgorithmException: there is no algorithm of one of the names.
     """
-    _check_wanted(hosts * ranks_per_host, names)
-    sizes = [ranks_per_host] * hosts
-    begin(DDP)
+    check_wanted(cluster, names)
+    sizes = [cluster.ranks_per_host] * cluster.hosts
+    tell(f"rehearsing {DDP}")
     found = [rehearse(GradientAllReduceAlgorithm(), facts, sizes, name=DDP, bucket_bytes=_DDP_BUCKET_BYTES)]
     refusals = {}
     for name in registry if names is None else names:
         if name == DDP:
             continue
-        begin(name)
+        tell(f"rehearsing {name}")
         try:
             found.append(rehearse(Algorithm.init(name), facts, sizes, name=name))
         except BaguaError as error:
@@ -190,11 +188,11 @@ def rehearse_all(
     return found, refusals
 
 
-def _check_wanted(ranks: int, names: Sequence[str] | None) -> None:
+def check_wanted(cluster: Cluster, names: Sequence[str] | None = None) -> None:
     """There must be two ranks, and algorithms of these names."""
-    if not 2 <= ranks <= _MOST_RANKS:
-        problem = "one rank sends nothing" if ranks < 2 else "a rehearsal among so many ranks takes too long"
-        raise ConfigurationError(problem, argument="hosts", expected=f"2 to {_MOST_RANKS} ranks", seen=ranks)
+    if not 2 <= cluster.size <= _MOST_RANKS:
+        problem = "one rank sends nothing" if cluster.size < 2 else "a rehearsal among so many ranks takes too long"
+        raise ConfigurationError(problem, argument="hosts", expected=f"2 to {_MOST_RANKS} ranks", seen=cluster.size)
     if names is not None:
         check_kind((list, tuple), "a list of names, or None for all", algorithms=names)
         for name in names:
@@ -203,15 +201,25 @@ def _check_wanted(ranks: int, names: Sequence[str] | None) -> None:
 
 
 def weigh(
-    rehearsals: Sequence[Rehearsal],
-    refusals: dict[str, str],
     facts: ModelFacts,
     cluster: Cluster,
-    machine: MachineFacts,
+    names: Sequence[str] | None = None,
+    machine: MachineFacts | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Advice:
-    """Predict all of ``rehearsals``, and compare."""
-    found = [predict(one, facts, cluster, machine) for one in rehearsals]
-    found.sort(key=lambda one: one.step_s)
+    """Rehearse algorithms, predict all of them, and compare.
+
+    Args:
+        facts: the model.
+        cluster: hosts and links.
+        names: names of the algorithms; None for all that are registered.
+        machine: facts of the hosts; None measures this machine.
+        tell: is called with what is about to be done.
+    """
+    rehearsals, refusals = rehearse_all(facts, cluster, names, tell)
+    tell("measuring calls on this machine")
+    machine = machine or probe_machine()
+    found = sorted((predict(one, facts, cluster, machine) for one in rehearsals), key=lambda one: one.step_s)
     outside = outside_calibration(cluster)
     return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside, machine.others)
 
@@ -270,7 +278,5 @@ def advise(
     except ValueError as error:
         raise ConfigurationError(str(error), argument="link", expected="as 50mbit,20ms", seen=repr(link)) from None
     cluster = Cluster(hosts, ranks_per_host, settings)
-    _check_wanted(cluster.size, algorithms)
-    facts = measure_model(module, optimizer, step, seconds=seconds)
-    rehearsals, refusals = rehearse_all(facts, hosts, ranks_per_host, algorithms)
-    return weigh(rehearsals, refusals, facts, cluster, probe_machine())
+    check_wanted(cluster, algorithms)
+    return weigh(measure_model(module, optimizer, step, seconds=seconds), cluster, algorithms)

@@ -7,6 +7,7 @@ stood in the queue of a core; elsewhere nothing is taken off.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -22,40 +23,27 @@ from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 
-_FILE = "/proc/thread-self/schedstat"
+_FILE = "/proc/self/task/{}/schedstat"
 _LONGEST_BYTES = 128
 
 
-class _Queue(threading.local):
-    """The file in which Linux writes how long the calling thread has stood in the queue of a core."""
+@functools.cache
+def _queue_of(thread: int) -> int:
+    """The file in which Linux writes how long a thread has stood in the queue of a core.
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        try:
-            self._descriptor = os.open(_FILE, os.O_RDONLY)
-        except OSError:
-            self._descriptor = -1
-
-    def seconds(self) -> float:
-        """Seconds since the thread began; 0 where the system does not count."""
-        if os.getpid() != self._process:  # A forked process has the file of its parent's thread.
-            self.__init__()  # type: ignore[misc]
-        if self._descriptor < 0:
-            return 0.0
-        numbers = os.pread(self._descriptor, _LONGEST_BYTES, 0).split()
-        return int(numbers[1]) * 1e-9 if len(numbers) > 1 else 0.0
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-
-_queue = _Queue()
+    Args:
+        thread: number that the system gives it; one of a forked process has another.
+    """
+    return os.open(_FILE.format(thread), os.O_RDONLY)
 
 
 def own_time() -> float:
     """A clock that stands while the calling thread has no core. Only differences within one thread have a meaning."""
-    return time.perf_counter() - _queue.seconds()
+    try:
+        queued = int(os.pread(_queue_of(threading.get_native_id()), _LONGEST_BYTES, 0).split()[1])
+    except (OSError, IndexError):  # The system does not count.
+        queued = 0
+    return time.perf_counter() - queued * 1e-9
 
 
 #: Steps that are left out: memory is allocated in them.

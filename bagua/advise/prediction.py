@@ -62,15 +62,12 @@ def predict(
     generator = torch.Generator().manual_seed(seed)
     arrivals_s = [one.arrival_s for one in facts.parameters]
     length = len(rehearsal.steps)
-    count = length * (1 + max(1, -(-_LEAST_SIMULATED_STEPS // length)))
-    found = []
-    for _ in range(_DRAWS):
-        stretches = _stretches(rehearsal, facts, cluster, count, generator)
-        found.append(step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches))
-    mean = sum(found) / len(found)
+    count = length * (1 + -(-_LEAST_SIMULATED_STEPS // length))
+    draws = [_stretches(rehearsal, facts, cluster, count, generator) for _ in range(_DRAWS)]
+    found = [step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches) for stretches in draws]
     return Prediction(
         rehearsal.name,
-        mean,
+        sum(found) / len(found),
         min(found) / (1 + _ERROR),
         max(found) / (1 - _ERROR),
         rehearsal.sent_bytes,

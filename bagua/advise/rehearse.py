@@ -31,23 +31,12 @@ from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 2, 120
+#: Small enough that no step changes what codecs see.
+_RATE = 1e-6
 #: A period is repeated for so many steps, but at least twice: flights of the first are folded in the second.
 _STEPS_READ = 16
 #: Calls whose bytes are those of one share of many.
 _OF_SHARES = ("allgather", "gather", "scatter", "reduce_scatter", "alltoall")
-
-
-class _Gradient(torch.autograd.Function):
-    """Zero, whose gradient with respect to a parameter is given."""
-
-    @staticmethod
-    def forward(ctx: Any, chain: torch.Tensor, _: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.gradient = gradient
-        return chain.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *chain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return chain[0], ctx.gradient.clone(), None
 
 
 class _Twin(torch.nn.Module):
@@ -61,22 +50,18 @@ class _Twin(torch.nn.Module):
     def __init__(self, parameters: Sequence[ParameterFacts], arrived: Callable[[int], None]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.parameters_in_order = []
-        self.gradients = []
+        self.ordered = torch.nn.ParameterList()
+        self.gradients: list[torch.Tensor] = []
         for number, one in enumerate(parameters):
-            data = torch.randn(one.shape, generator=generator).to(getattr(torch, one.dtype))
-            parameter = torch.nn.Parameter(data)
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: arrived(number))  # type: ignore[no-untyped-call]
-            self.register_parameter(f"p{number}", parameter)
-            self.parameters_in_order.append(parameter)
-            self.gradients.append(torch.randn(one.shape, generator=generator).to(data.dtype))
+            data, gradient = (torch.randn(one.shape, generator=generator) for _ in range(2))
+            dtype = getattr(torch, one.dtype)
+            self.ordered.append(torch.nn.Parameter(data.to(dtype)))
+            self.gradients.append(gradient.to(dtype))
+            self.ordered[-1].register_post_accumulate_grad_hook(lambda _, number=number: arrived(number))
 
-    def forward(self) -> torch.Tensor:
-        """Zero."""
-        chain = torch.zeros((), requires_grad=True)
-        for parameter, gradient in zip(reversed(self.parameters_in_order), reversed(self.gradients), strict=True):
-            chain = _Gradient.apply(chain, parameter, gradient)  # type: ignore[no-untyped-call]
-        return chain
+    def forward(self) -> list[torch.Tensor]:
+        """All parameters, the first one last: a backward pass begins with what was made last."""
+        return [one.expand_as(one) for one in reversed(self.ordered)]
 
 
 class _Work(NamedTuple):
@@ -98,18 +83,18 @@ class _Journal:
     and waiting, are no part of it.
 
     Attributes:
+        nodes: host of each rank.
         calls: calls, and how long their threads had been busy when they ended.
         work: runs of exchanges.
-        spans: other spans that were shown: name, beginning and track.
+        spans: when other spans began, by track and name.
         marks: moments of the twin.
         busy: moments, and how long the thread had been busy, by thread.
     """
 
-    clock: Callable[[], float] = time.perf_counter
-    busy_clock: Callable[[], float] = time.thread_time
+    nodes: Sequence[int]
     calls: list[tuple[CallRecord, float]] = field(default_factory=list)
     work: list[_Work] = field(default_factory=list)
-    spans: list[tuple[str, float, str]] = field(default_factory=list)
+    spans: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     marks: list[tuple[float, str, int]] = field(default_factory=list)
     busy: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -123,32 +108,95 @@ class _Journal:
         if track == "work":
             self.work.append(_Work(name, begun, ended, str(facts["group"]), threading.get_ident(), busy_s))
         else:
-            self.spans.append((name, begun, track))
+            self.spans[track, name].append(begun)
 
     def mark(self, what: str, number: int = 0) -> None:
         """Note that the thread which computes has come somewhere."""
         self._look()
-        self.marks.append((self.clock(), what, number))
+        self.marks.append((time.perf_counter(), what, number))
 
     def _look(self) -> float:
-        busy_s = self.busy_clock()
-        self.busy[threading.get_ident()].append((self.clock(), busy_s))
+        busy_s = time.thread_time()
+        self.busy[threading.get_ident()].append((time.perf_counter(), busy_s))
         return busy_s
 
-    def busy_before(self, work: _Work) -> float:
+    def _busy_before(self, work: _Work) -> float:
         """How long the thread of ``work`` had been busy when that began, as far as is known."""
         known = self.busy[work.thread]
         index = bisect(known, (work.begun, math.inf))
         return known[index - 1][1] if index else work.busy_s - (work.ended - work.begun)
 
-    def forget(self) -> None:
-        """Begin anew."""
-        for noted in (self.calls, self.work, self.spans, self.marks, self.busy):
-            noted.clear()
+    def read(self, steps: int) -> tuple[tuple[tuple[Moment, ...], ...], tuple[Run, ...], float]:
+        """What happened in the last period, whose flights have all been started in it or in the one before.
+
+        Args:
+            steps: steps in a period.
+
+        Returns:
+            Moments of each step, all runs, and the seconds for which this thread ran exchanges itself, in all periods.
+        """
+        began = [at for at, what, _ in self.marks if what == "begins"][-steps:]
+        work = sorted(self.work, key=lambda one: one.begun)
+        blocked_s = sum(one.busy_s - self._busy_before(one) for one in work if one.thread == threading.get_ident())
+        starts = {number: one.begun for number, one in enumerate(work)}  # of those that nobody has waited for yet
+        starts |= self._spans_of(work, "exchanges")
+        waits = self._spans_of(work, "waits", "wait for ")
+        earlier = [number for number, at in starts.items() if at <= began[0]]
+        now = [number for number, at in starts.items() if at > began[0]]
+        runs = [self._run_of(work[number]) for number in [*earlier, *now]]
+        if now and len(runs) % len(now) == 0:
+            runs = [_usual(*runs[index :: len(now)]) for index in range(len(now))]
+        events = [(at, Moment(what, number)) for at, what, number in self.marks if what != "begins"]  # type: ignore[arg-type]
+        events += [(starts[number], Moment("start", index)) for index, number in enumerate(now)]
+        order = [*earlier[-len(now) :], *now] if now else []
+        for index, number in enumerate(order, start=len(now) - len(order)):
+            if number in waits:
+                events.append((waits[number], Moment("wait", index % len(now), int(index < 0))))
+        events.sort(key=lambda event: event[0])
+        moments = (
+            tuple(moment for at, moment in events if begins < at < ends)
+            for begins, ends in zip(began, [*began[1:], math.inf], strict=True)
+        )
+        return tuple(moments), tuple(runs[-len(now) :] if now else ()), blocked_s
+
+    def _spans_of(self, work: Sequence[_Work], track: str, prefix: str = "") -> dict[int, float]:
+        """When spans of a track began, by the number of the run that each is about: those of one name come in order."""
+        found: dict[int, float] = {}
+        for name in {one.name for one in work}:
+            numbers = [number for number, one in enumerate(work) if one.name == name]
+            found.update(zip(numbers, self.spans[track, prefix + name.removeprefix("run ")], strict=False))
+        return found
+
+    def _run_of(self, work: _Work) -> Run:
+        items: list[Message | float] = []
+        at = self._busy_before(work)
+        for record, busy_s in self.calls:
+            if work.begun <= record.begun <= work.ended and _is_of(work.label, record):
+                # The call itself takes no time among real ranks that would not be theirs.
+                items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
+                at = busy_s
+        items.append(max(work.busy_s - at, 0.0))
+        return Run(tuple(items), "" if work.thread == threading.get_ident() else work.label)
+
+    def _message(self, record: CallRecord) -> Message:
+        call, ranks = record.call, record.place.ranks
+        shares = len(ranks) if call.kind in _OF_SHARES else 1
+        return Message(call.kind, float(call.nbytes) * shares, len(ranks), len({self.nodes[rank] for rank in ranks}))
 
 
-#: What happened in the steps that are read, and seconds for which each kept its thread busy.
-_Ran = tuple[_Journal, list[float]]
+def _usual(*runs: Run) -> Run:
+    """A run of all periods, with the work as long as it took in the middle."""
+    last = runs[-1]
+    if any([type(item) for item in one.items] != [type(item) for item in last.items] for one in runs):
+        return last
+    columns = zip(*(one.items for one in runs), strict=True)
+    items = (column[-1] if isinstance(column[-1], Message) else statistics.median(column) for column in columns)
+    return Run(tuple(items), last.lane)
+
+
+def _is_of(group: str, record: CallRecord) -> bool:
+    """Whether a call was made in a group, or between or inside its hosts. A lane's label begins with the group's."""
+    return record.place.label.removesuffix("/intra").removesuffix("/inter") == group
 
 
 def rehearse(
@@ -172,36 +220,18 @@ def rehearse(
         ConfigurationError: ranks exchange in the background, at their own pace, or too seldom to be rehearsed.
     """
     steady = algorithm.exchanges(algorithm.phases[-1])
-    steps = _steps_of(algorithm, steady)
-    kind = algorithm.optimizer_class
+    run = functools.partial(_run, algorithm, steady, host_sizes, bucket_bytes, _steps_of(algorithm, steady))
     log = logging.getLogger("bagua")
     log.disabled, before = True, log.disabled  # The engine has much to say of ranks that all do the same.
     try:
-        run = functools.partial(_run, algorithm, steady, host_sizes, bucket_bytes, steps)
-        journal, seconds = _run_somehow(run, facts.parameters, sum(host_sizes))
+        found = run(facts.parameters)
+    except (IndexError, RuntimeError):  # A codec finds no meaning in a share of another size.
+        found = run([_divisible(one, sum(host_sizes)) for one in facts.parameters])
     finally:
         log.disabled = before
-    found = _Reading(journal, steps, [host for host, size in enumerate(host_sizes) for _ in range(size)])
-    bare_s = _bare_step_s(facts, adaptive=kind is not None)
-    beside_s = statistics.fmean(seconds) - bare_s - found.blocked_s / len(seconds)
-    return Rehearsal(
-        name or repr(algorithm),
-        found.steps,
-        found.runs,
-        max(beside_s, 0.0),
-        keeps_equal=not algorithm.ranks_differ,
-        needs_optimizer="" if kind is None else getattr(kind, "__name__", repr(kind)),
-    )
-
-
-def _run_somehow(
-    run: Callable[[Sequence[ParameterFacts]], _Ran], parameters: Sequence[ParameterFacts], ranks: int
-) -> _Ran:
-    """``run``; where a codec finds no meaning in a share of another size, with shares of equal size."""
-    try:
-        return run(parameters)
-    except (IndexError, RuntimeError):
-        return run([_divisible(one, ranks) for one in parameters])
+    kind = algorithm.optimizer_class
+    needs_optimizer = "" if kind is None else getattr(kind, "__name__", repr(kind))
+    return Rehearsal(name or repr(algorithm), *found, not algorithm.ranks_differ, needs_optimizer)
 
 
 def _divisible(one: ParameterFacts, ranks: int) -> ParameterFacts:
@@ -227,10 +257,6 @@ def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
     return period * -(-_LEAST_STEPS // period)
 
 
-def _optimizer(kind: Callable[..., torch.optim.Optimizer] | None, twin: _Twin) -> torch.optim.Optimizer:
-    return (kind or torch.optim.SGD)(list(twin.parameters()), lr=1e-6)
-
-
 def _run(
     algorithm: Algorithm,
     steady: Sequence[Exchange],
@@ -238,126 +264,37 @@ def _run(
     bucket_bytes: int,
     steps: int,
     parameters: Sequence[ParameterFacts],
-) -> _Ran:
-    journal = _Journal()
+) -> tuple[tuple[tuple[Moment, ...], ...], tuple[Run, ...], float]:
+    """Moments of each step, all runs, and the seconds of a step beside the runs and those without an engine."""
+    journal = _Journal([host for host, size in enumerate(host_sizes) for _ in range(size)])
+    twin = _Twin(parameters, functools.partial(journal.mark, "arrival"))
+    kind = algorithm.optimizer_class
+    optimizer: torch.optim.Optimizer = (torch.optim.Adam if kind else torch.optim.SGD)(twin.parameters(), lr=_RATE)
+    bare_s = statistics.median([_step(twin, optimizer, journal) for _ in range(_WARM_UP_STEPS + 9)][_WARM_UP_STEPS:])
+    if kind is not None:
+        optimizer = kind(list(twin.parameters()), lr=_RATE)
+    # Before the engine's own, which starts exchanges.
+    optimizer.register_step_post_hook(lambda *_: journal.mark("stepped"))
     group = rehearsal_group(host_sizes)
     try:
-        twin = _Twin(parameters, lambda number: journal.mark("arrival", number))
-        optimizer = _optimizer(algorithm.optimizer_class, twin)
-        # Before the engine's own, which starts exchanges.
-        optimizer.register_step_post_hook(lambda *_: journal.mark("stepped"))
         declared = Algorithm.of(*steady)
         with_bagua(twin, [optimizer], declared, process_group=group, bucket_bytes=bucket_bytes, check_every=0)
         for _ in range(-(-_WARM_UP_STEPS // steps) * steps):
             _step(twin, optimizer, journal)
-        journal.forget()
         group.recorder.trace = journal
         seconds = [_step(twin, optimizer, journal) for _ in range(steps * max(2, _STEPS_READ // steps))]
     finally:
         group.recorder.trace = None
         group.close()
-    return journal, seconds
+    moments, runs, blocked_s = journal.read(steps)
+    return moments, runs, max(statistics.fmean(seconds) - bare_s - blocked_s / len(seconds), 0.0)
 
 
 def _step(twin: _Twin, optimizer: torch.optim.Optimizer, journal: _Journal) -> float:
     """Seconds for which the thread that computes was busy in it."""
     begun = time.thread_time()
     journal.mark("begins")
-    twin().backward()
+    torch.autograd.backward(twin(), twin.gradients[::-1])
     optimizer.step()
     optimizer.zero_grad()
     return time.thread_time() - begun
-
-
-def _bare_step_s(facts: ModelFacts, *, adaptive: bool) -> float:
-    """Seconds for which a step of the twin without any engine keeps its thread busy."""
-    journal = _Journal()
-    twin = _Twin(facts.parameters, lambda number: journal.mark("arrival", number))
-    optimizer = _optimizer(torch.optim.Adam if adaptive else None, twin)
-    return statistics.median([_step(twin, optimizer, journal) for _ in range(_WARM_UP_STEPS + 9)][_WARM_UP_STEPS:])
-
-
-def _usual(*runs: Run) -> Run:
-    """A run of all periods, with the work as long as it took in the middle."""
-    last = runs[-1]
-    if any([type(item) for item in one.items] != [type(item) for item in last.items] for one in runs):
-        return last
-    columns = zip(*(one.items for one in runs), strict=True)
-    items = (column[-1] if isinstance(column[-1], Message) else statistics.median(column) for column in columns)
-    return Run(tuple(items), last.lane)
-
-
-def _is_of(group: str, record: CallRecord) -> bool:
-    """Whether a call was made in a group, or between or inside its hosts. A lane's label begins with the group's."""
-    return record.place.label.removesuffix("/intra").removesuffix("/inter") == group
-
-
-class _Reading:
-    """What a journal says of the last period, whose flights have all been started in it or in the one before.
-
-    Args:
-        journal: the journal.
-        steps: steps in a period.
-        nodes: host of each rank.
-
-    Attributes:
-        steps: moments of each step.
-        runs: all runs.
-        blocked_s: seconds for which the thread that computes ran exchanges itself, in all periods.
-    """
-
-    def __init__(self, journal: _Journal, steps: int, nodes: Sequence[int]) -> None:
-        self._journal, self._nodes, self._main = journal, nodes, threading.get_ident()
-        began = [at for at, what, _ in journal.marks if what == "begins"][-steps:]
-        self._work = sorted(journal.work, key=lambda one: one.begun)
-        self.blocked_s = sum(one.busy_s - journal.busy_before(one) for one in self._work if one.thread == self._main)
-        starts, waits = self._spans_of("exchanges"), self._spans_of("waits", "wait for ")
-        for number, one in enumerate(self._work):  # Those that nobody has waited for yet.
-            starts.setdefault(number, one.begun)
-        earlier = [number for number in sorted(starts) if starts[number] <= began[0]]
-        now = [number for number in sorted(starts) if starts[number] > began[0]]
-        self.runs = self._runs(earlier, now)
-        events = [(at, Moment(what, number)) for at, what, number in journal.marks if what != "begins"]  # type: ignore[arg-type]
-        events += [(starts[number], Moment("start", index)) for index, number in enumerate(now)]
-        order = [*earlier[-len(now) :], *now] if now else []
-        for index, number in enumerate(order, start=len(now) - len(order)):
-            if number in waits:
-                events.append((waits[number], Moment("wait", index % len(now), int(index < 0))))
-        events.sort(key=lambda event: event[0])
-        self.steps = tuple(
-            tuple(moment for at, moment in events if begins < at < ends)
-            for begins, ends in zip(began, [*began[1:], math.inf], strict=True)
-        )
-
-    def _spans_of(self, track: str, prefix: str = "") -> dict[int, float]:
-        """When spans of a track began, by the number of the run that each is about: those of one name come in order."""
-        found: dict[int, float] = {}
-        for name in {one.name for one in self._work}:
-            numbers = [number for number, one in enumerate(self._work) if one.name == name]
-            about = prefix + name.removeprefix("run ")
-            spans = [at for what, at, on in self._journal.spans if on == track and what == about]
-            found.update(zip(numbers, spans, strict=False))
-        return found
-
-    def _runs(self, earlier: Sequence[int], now: Sequence[int]) -> tuple[Run, ...]:
-        """The runs of the last period, with the work as long as it took in the middle of all that are alike."""
-        known = [self._run_of(self._work[number]) for number in [*earlier, *now]]
-        if not now or len(known) % len(now):
-            return tuple(known[len(earlier) :])
-        return tuple(_usual(*known[index :: len(now)]) for index in range(len(now)))
-
-    def _run_of(self, work: _Work) -> Run:
-        items: list[Message | float] = []
-        at = self._journal.busy_before(work)
-        for record, busy_s in self._journal.calls:
-            if work.begun <= record.begun <= work.ended and _is_of(work.label, record):
-                # The call itself takes no time among real ranks that would not be theirs.
-                items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
-                at = busy_s
-        items.append(max(work.busy_s - at, 0.0))
-        return Run(tuple(items), "" if work.thread == self._main else work.label)
-
-    def _message(self, record: CallRecord) -> Message:
-        call, ranks = record.call, record.place.ranks
-        shares = len(ranks) if call.kind in _OF_SHARES else 1
-        return Message(call.kind, float(call.nbytes) * shares, len(ranks), len({self._nodes[rank] for rank in ranks}))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bagua.advise.facts import MachineFacts
 from bagua.advise.network import Cluster, Cost, cost_of
-from bagua.advise.trace import Message, Moment, Rehearsal, Run
+from bagua.advise.trace import Message, Rehearsal
 
 #: Calls that Gloo carries out at the same time.
 _GLOO_CALLS = 2
@@ -139,30 +140,34 @@ class _Rank:
 
     Args:
         world: its clock and resources.
-        runs: the runs, and the costs of their messages.
+        rehearsal: moments and runs.
+        costs: costs of the messages of all runs.
         arrivals_s: seconds from the beginning of a step to each gradient.
         rest_s: seconds from the last gradient to the end of the step.
         after_calls: factor on what is computed in a step that follows a call.
     """
 
     world: _World
-    runs: Sequence[tuple[Run, dict[Message, Cost]]]
+    rehearsal: Rehearsal
+    costs: dict[Message, Cost]
     arrivals_s: Sequence[float]
     rest_s: float
     after_calls: float = 1.0
     done: set[tuple[int, int]] = field(default_factory=set)
     ended_at: list[float] = field(default_factory=list)
     calls: int = 0
-    lanes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    lanes: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
-    def compute(self, steps: Sequence[tuple[int, tuple[Moment, ...], float, float]]) -> Process:
+    def compute(self, stretches: Sequence[float]) -> Process:
         """The thread that computes.
 
         Args:
-            steps: number of the period, moments, factor on what is computed, and seconds beside that, of each step.
+            stretches: factor on what is computed, for each step.
         """
         called = False
-        for period, moments, factor, extra_s in steps:
+        for index, factor in enumerate(stretches):
+            period, place = divmod(index, len(self.rehearsal.steps))
+            moments = self.rehearsal.steps[place]
             reached_s, stretch = 0.0, factor * (self.after_calls if called else 1.0)
             called = any(moment.what in ("start", "wait") for moment in moments)
             for moment in moments:
@@ -171,7 +176,7 @@ class _Rank:
                     yield _Activity(max(arrival_s - reached_s, 0.0) * stretch, "work")
                     reached_s = max(arrival_s, reached_s)
                 elif moment.what == "stepped":
-                    yield _Activity(self.rest_s * stretch + extra_s, "work")
+                    yield _Activity(self.rest_s * stretch + self.rehearsal.extra_s, "work")
                 elif moment.what == "start":
                     yield from self._start(period, moment.number)
                 else:
@@ -182,27 +187,23 @@ class _Rank:
         return lambda: period < 0 or (period, number) in self.done
 
     def _start(self, period: int, number: int) -> Iterator[_Activity]:
-        run, costs = self.runs[number]
+        run = self.rehearsal.runs[number]
         items = list(run.items)
         while not run.lane and items and not isinstance(items[0], Message):
             yield _Activity(float(items.pop(0)), "work")  # type: ignore[arg-type]
-        self.world.start(self._run(period, number, items, costs, run.lane))
+        self.world.start(self._run((period, number), items, run.lane))
 
-    def _run(
-        self, period: int, number: int, items: Sequence[Message | float], costs: dict[Message, Cost], lane: str
-    ) -> Process:
-        key = (period, number)
+    def _run(self, key: tuple[int, int], items: Sequence[Message | float], lane: str) -> Process:
+        queue = self.lanes[lane]
+        queue.append(key)
         if lane:
-            queue = self.lanes.setdefault(lane, [])
-            queue.append(key)
             yield lambda: queue[0] == key
         for item in items:
             if isinstance(item, Message):
-                yield from self._send(costs[item])
+                yield from self._send(self.costs[item])
             else:
                 yield _Activity(item, "work")
-        if lane:
-            queue.pop(0)
+        queue.remove(key)
         self.done.add(key)
 
     def _send(self, cost: Cost) -> Process:
@@ -234,23 +235,15 @@ def step_seconds(
         step_s: seconds of a step without communication.
         cluster: hosts and links.
         machine: facts that were measured without a network.
-        stretches: factor on what is computed, for each step; as many as there are steps in the periods to be simulated.
+        stretches: factor on what is computed, for each step of two periods or more.
     """
     cores = machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host)
     world = _World(cores, cluster.bytes_per_s, cluster.burst_bytes)
     idle_s = rehearsal.steps_alone * step_s
-    runs = [
-        (run, {message: cost_of(message, cluster, machine, idle_s) for message in run.messages})
-        for run in rehearsal.runs
-    ]
-    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.after_calls)
-    length = len(rehearsal.steps)
-    steps = [
-        (index // length, rehearsal.steps[index % length], stretch, rehearsal.extra_s)
-        for index, stretch in enumerate(stretches)
-    ]
-    world.start(rank.compute(steps))
+    messages = {message for run in rehearsal.runs for message in run.messages}
+    costs = {message: cost_of(message, cluster, machine, idle_s) for message in messages}
+    rank = _Rank(world, rehearsal, costs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.after_calls)
+    world.start(rank.compute(stretches))
     world.run()
-    first = min(length, len(steps) - length) if len(steps) > length else 0
-    begun = rank.ended_at[first - 1] if first else 0.0
-    return (rank.ended_at[-1] - begun) / (len(steps) - first)
+    length = len(rehearsal.steps)
+    return (rank.ended_at[-1] - rank.ended_at[length - 1]) / (len(stretches) - length)

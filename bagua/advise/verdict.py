@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +45,13 @@ _TRIED = ("bytegrad", "power_sgd", "local_sgd")
 #: What the bisection of a link's rate goes through, in Mbit/s, and how often it halves that.
 _SLOWEST, _FASTEST, _HALVINGS = 1.0, 1e5, 14
 _LEAST_DELAY_S = 1e-3
+#: What a process does that predicts.
+_PREDICT = """\
+import pickle, sys, torch
+from bagua.advise.verdict import predictions
+torch.set_num_threads(1)
+print(*predictions(*pickle.load(sys.stdin.buffer)), sep="\\n")
+"""
 
 
 @dataclass(frozen=True)
@@ -73,43 +80,43 @@ class RankReport:
 class TorchWatch:
     """Watches this process until it ends, or until ``end``. See ``watch``."""
 
+    #: The watch of this process.
+    now: ClassVar[TorchWatch | None] = None
+
     def __init__(self) -> None:
         self.calls = TorchCalls()
-        self._models: list[DistributedDataParallel] = []
-        self._synced = self._synced_bytes = self._steps = 0
+        #: Passes of each model after which gradients are exchanged.
+        self._synced: dict[DistributedDataParallel, int] = {}
+        self._steps = 0
         self._exposed: list[float] = []
         self._began = self._ended = self._blocked_s = self._blocked_before_s = 0.0
         self._meter: StepMeter | None = None
-        find = torch.nn.modules.module.register_module_forward_pre_hook(self._found)
+        find = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         self._handles: list[Any] = [find, register_optimizer_step_post_hook(self._stepped)]
         self._verdict: str | None = None
 
-    def _found(self, module: torch.nn.Module, _: Any) -> None:
-        """Before the forward pass of any module, until the first step."""
-        if isinstance(module, DistributedDataParallel) and module not in self._models:
-            self._models.append(module)
-            ddp_seconds(module, _EVERY)
-            nbytes = sum(one.nbytes for one in module.parameters() if one.requires_grad)
-            self._handles.append(module.register_forward_pre_hook(lambda *_: self._forward(module, nbytes)))
-            self._forward(module, nbytes)  # This pass comes too early for the hook.
-
-    def _forward(self, module: DistributedDataParallel, nbytes: int) -> None:
-        if torch.is_grad_enabled() and module.require_backward_grad_sync:
-            self._synced += 1
-            self._synced_bytes += nbytes
+    def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        """Before the forward pass of any module, and after the first step of those of DDP that were seen."""
+        if isinstance(module, DistributedDataParallel):
+            if module not in self._synced:
+                self._synced[module] = 0
+                ddp_seconds(module, _EVERY)
+            self._synced[module] += torch.is_grad_enabled() and module.require_backward_grad_sync
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._ended, self._blocked_s = time.perf_counter(), self.calls.blocked_s
+        model = next(iter(self._synced), None)
         if self._steps == 1:
             self._handles[0].remove()
-            if self._models and all(one.device.type == "cpu" for one in self._models[0].parameters()):
+            self._handles += [one.register_forward_pre_hook(self._forward) for one in self._synced]
+            if model is not None and all(one.device.type == "cpu" for one in model.parameters()):
                 clock = lambda: own_time() - self.calls.blocked_s  # noqa: E731
-                self._meter = StepMeter(self._models[0], [optimizer], clock)
+                self._meter = StepMeter(model, [optimizer], clock)
         if self._steps == _FIRST_STEPS:
             self._began, self._blocked_before_s = self._ended, self._blocked_s
-        if self._steps > _FIRST_STEPS and self._steps % _EVERY == 0 and self._models:
-            self._exposed.append(ddp_seconds(self._models[0]))
+        if model is not None and self._steps > _FIRST_STEPS and self._steps % _EVERY == 0:
+            self._exposed.append(ddp_seconds(model))
         if self._meter is not None and self._meter.steps >= _METERED_STEPS:
             self._meter.end()
 
@@ -118,12 +125,14 @@ class TorchWatch:
         steps = max(self._steps - _FIRST_STEPS, 0)
         step_s = (self._ended - self._began) / steps if steps else 0.0
         blocked_s = (self._blocked_s - self._blocked_before_s) / steps if steps else 0.0
-        exposed = [one for one in self._exposed if one >= 0]
+        exposed, synced = [one for one in self._exposed if one >= 0], sum(self._synced.values())
         if exposed:
-            blocked_s += statistics.fmean(exposed) * self._synced / self._steps
+            blocked_s += statistics.fmean(exposed) * synced / self._steps
         blocked_s = min(blocked_s, step_s)  # DDP samples some steps only, and these may be the slow ones.
-        nbytes, calls = self.calls.input_bytes + self._synced_bytes, self.calls.calls + self._synced
-        return RankReport(socket.gethostname(), steps, step_s, blocked_s, nbytes, calls)
+        nbytes = self.calls.input_bytes
+        for model, passes in self._synced.items():
+            nbytes += passes * sum(one.nbytes for one in model.parameters() if one.requires_grad)
+        return RankReport(socket.gethostname(), steps, step_s, blocked_s, nbytes, self.calls.calls + synced)
 
     def end(self) -> str:
         """Stop watching, and say what was seen; empty on all ranks but 0. Ranks wait for none but the store."""
@@ -148,16 +157,6 @@ class TorchWatch:
         return verdict(found or {0: mine}, self.calls.size, facts)
 
 
-class _Watching:
-    """The watch of this process."""
-
-    def __init__(self) -> None:
-        self.now: TorchWatch | None = None
-
-
-_watching = _Watching()
-
-
 def watch() -> TorchWatch:
     """Watch a job of plain ``torch.distributed``, and say at its end how much of a step waits for the network.
 
@@ -176,13 +175,13 @@ def watch() -> TorchWatch:
             ...
         bagua.errors.NotInitializedError: call init_process_group before bagua.watch()
     """
-    if _watching.now is not None:
+    if TorchWatch.now is not None:
         logging.getLogger("bagua").warning("bagua.watch() watches this process already")
-        return _watching.now
-    _watching.now = watching = TorchWatch()
+        return TorchWatch.now
+    TorchWatch.now = watching = TorchWatch()
 
     def write() -> None:
-        if _watching.now is watching:
+        if TorchWatch.now is watching:
             sys.stderr.write(watching.end())
 
     atexit.register(write)
@@ -244,10 +243,9 @@ def _expected(facts: ModelFacts | None, cluster: Cluster, step_s: float, waiting
     if 4 * sum(math.prod(one.shape) for one in facts.parameters) > _MOST_BYTES:
         return ["The model is too large to be rehearsed here: ask bagua advise."]
     computing = replace(facts, steps_s=tuple(max(one - waiting_s, one * 0.01) for one in facts.steps_s))
-    code = "import sys; from bagua.advise.verdict import answer; answer(sys.stdin.buffer, sys.stdout.buffer)"
     try:
         answered = subprocess.run(  # noqa: S603 - Python itself
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", _PREDICT],
             input=pickle.dumps((computing, cluster, step_s)),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -256,19 +254,13 @@ def _expected(facts: ModelFacts | None, cluster: Cluster, step_s: float, waiting
         )
     except (subprocess.SubprocessError, KeyboardInterrupt):
         return ["Predictions could not be made here: ask bagua advise."]
-    return list(pickle.loads(answered.stdout))  # noqa: S301 - written by our own process
-
-
-def answer(source: Any, target: Any) -> None:
-    """What a process does that predicts."""
-    torch.set_num_threads(1)
-    target.write(pickle.dumps(predictions(*pickle.load(source))))  # noqa: S301 - written by our own process
+    return answered.stdout.decode().splitlines()
 
 
 def predictions(facts: ModelFacts, cluster: Cluster, step_s: float) -> list[str]:
     """What algorithms would take on the link on which a step of DDP takes ``step_s``, and how to try the best."""
     try:
-        rehearsals, _ = rehearse_all(facts, cluster.hosts, cluster.ranks_per_host, _TRIED)
+        rehearsals, _ = rehearse_all(facts, cluster, _TRIED)
     except BaguaError as error:
         return [f"No prediction: {error}."]
     machine = MachineFacts(cores=usable_cores())

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
-from bagua.advise import LEAST_STEPS, Advice, Cluster, ModelFacts, StepMeter, probe_machine, rehearse_all, weigh
-from bagua.algorithms import registry
+from bagua.advise import LEAST_STEPS, Cluster, ModelFacts, StepMeter, check_wanted, weigh
 from bagua.cli.arguments import link, positive, seconds
 from bagua.cli.interrupts import terminated_like_interrupted
 from bagua.engine import Reducer, start_listeners
 from bagua.errors import BaguaError, UnsupportedAlgorithmException
 from bagua.link import parse_link
 
-NOT_MEASURED = NOT_WRITTEN = 1
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 EXAMPLES = """\
   bagua advise --hosts 4 --link 50mbit,20ms train.py --epochs 1
   bagua advise --hosts 2 --ranks-per-host 4 --link 1gbit train.py
@@ -34,41 +32,36 @@ depend on --link, so ask for all links that you think of.
 """
 
 
-class _NotMeasuredError(Exception):
-    """Why there is nothing to predict from."""
-
-
-class _EndOfScript(SystemExit):
-    """Ends the script in order."""
-
-
 class _ScriptMeter:
     """Waits for the script to wrap a model, and measures its steps.
 
     Args:
         wanted: seconds, and names of algorithms that the script must have registered when it wraps the model.
+        cluster: hosts and links.
 
     Attributes:
         meter: measures the steps; None before the script wraps a model.
-        problem: why the script was ended without a measurement; empty if it was not.
+        problem: why there is nothing to predict from, if the script has wrapped no model.
     """
 
-    def __init__(self, wanted: argparse.Namespace) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: argparse.Namespace, cluster: Cluster) -> None:
+        self._wanted, self._cluster = wanted, cluster
         self._until = 0.0
         self.meter: StepMeter | None = None
-        self.problem = ""
+        self.problem = (
+            "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) "
+            "in it, or call bagua.torch_api.advise(model, optimizer, step) from Python"
+        )
 
     def __call__(self, reducer: Reducer) -> None:
         """Training starts. The first model is the one that is measured."""
         if self.meter is not None or not reducer.optimizers:
             return
         try:
-            for name in self._wanted.algorithms or ():
-                registry.get(name)
+            check_wanted(self._cluster, self._wanted.algorithms)
         except UnsupportedAlgorithmException as error:
             self.problem = f"{error} An algorithm of your own must be registered before the model is wrapped."
-            raise _EndOfScript(0) from None
+            raise SystemExit(0) from None
         self.meter = StepMeter(reducer.module, reducer.optimizers)
         self._until = time.monotonic() + self._wanted.seconds
         reducer.optimizers[0].register_step_post_hook(self._stepped)
@@ -80,21 +73,16 @@ class _ScriptMeter:
 
     def _stepped(self, *_: Any) -> None:
         if self.steps >= LEAST_STEPS and time.monotonic() >= self._until:
-            raise _EndOfScript(0)
+            raise SystemExit(0)
 
     def facts(self) -> ModelFacts:
         """What was measured."""
         if self.meter is None:
-            raise _NotMeasuredError(
-                self.problem
-                or "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) "
-                "in it, or call bagua.torch_api.advise(model, optimizer, step) from Python"
-            )
+            raise BaguaError(self.problem)
         self.meter.end()
         if self.steps < LEAST_STEPS:
-            raise _NotMeasuredError(
-                f"the script made {self.steps} steps after the first ones; at least {LEAST_STEPS} are needed"
-            )
+            problem = f"the script made {self.steps} steps after the first ones; at least {LEAST_STEPS} are needed"
+            raise BaguaError(problem)
         return self.meter.facts()
 
 
@@ -151,51 +139,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    cluster = Cluster(options.hosts, options.ranks_per_host, options.link)
-    if cluster.size < 2:
-        print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
-        return NOT_MEASURED
     try:
         with terminated_like_interrupted():
-            advice = _advice(options, cluster)
+            cluster = Cluster(options.hosts, options.ranks_per_host, options.link)
+            check_wanted(cluster)
+            _tell(f"training {options.script} for {options.seconds:g} s")
+            facts = measure_script(options, cluster)
+            _tell(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms")
+            advice = weigh(facts, cluster, options.algorithms, tell=_tell)
+        print(advice.table())
+        advice.save(options.out, may_differ=options.may_differ)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (_NotMeasuredError, BaguaError) as error:
+    except (BaguaError, OSError) as error:
         print(f"bagua advise: {error}", file=sys.stderr)
-        return NOT_MEASURED
-    print(advice.table())
-    try:
-        advice.save(options.out, may_differ=options.may_differ)
-    except OSError as error:
-        print(f"bagua advise: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+        return FAILED
     print(f'written: {options.out}, which Algorithm.init("auto") reads')
     return 0
 
 
-def _advice(options: argparse.Namespace, cluster: Cluster) -> Advice:
-    _tell(f"1 of 3: training {options.script} for {options.seconds:g} s")
-    facts = measure_script(options)
-    _tell(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms")
-    _tell("2 of 3: rehearsing", end="")
-    begin = lambda name: _tell(f" {name}", end="")  # noqa: E731 - a name for what is passed on
-    try:
-        rehearsals, refusals = rehearse_all(facts, options.hosts, options.ranks_per_host, options.algorithms, begin)
-    finally:
-        _tell("")
-    _tell("3 of 3: measuring calls on this machine")
-    return weigh(rehearsals, refusals, facts, cluster, probe_machine())
-
-
-def _tell(text: str, end: str = "\n") -> None:
+def _tell(text: str) -> None:
     """Say what goes on, apart from the answer."""
-    print(text, file=sys.stderr, end=end, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
-def measure_script(options: argparse.Namespace) -> ModelFacts:
+def measure_script(options: argparse.Namespace, cluster: Cluster) -> ModelFacts:
     """Train the script alone for a while, with one thread, as ranks that share a host do."""
-    listener, before = _ScriptMeter(options), (list(sys.argv), list(sys.path))
+    listener, before = _ScriptMeter(options, cluster), (list(sys.argv), list(sys.path))
     start_listeners.append(listener)
     torch.set_num_threads(1)
     sys.argv = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
@@ -205,15 +176,13 @@ def measure_script(options: argparse.Namespace) -> ModelFacts:
         else:
             sys.path[0] = str(Path(options.script).resolve().parent)
             runpy.run_path(options.script, run_name="__main__")
-    except _EndOfScript:
-        pass
     except SystemExit as end:
         if end.code not in (None, 0) and listener.steps < LEAST_STEPS:
             problem = f"the script ended with exit status {end.code} before {LEAST_STEPS} steps were measured"
-            raise _NotMeasuredError(problem) from None
+            raise BaguaError(problem) from None
     except Exception as error:  # noqa: BLE001 - whatever a script raises
         traceback.print_exc()
-        raise _NotMeasuredError(_why(error)) from None
+        raise BaguaError(_why(error)) from None
     finally:
         start_listeners.remove(listener)
         sys.argv, sys.path = before

@@ -3,79 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 from bagua import env
 from bagua.cli.interrupts import handled
 
-_INITIALIZES = "torch.distributed.distributed_c10d"
+#: Torch calls what it finds by this name, at the end of its own import.
+_NAME = "bagua_watch"
+_ENTRY_POINT = f"[torch.backends]\n{_NAME} = bagua.cli.watch:at_start\n"
 _MARK = "watched"
-#: Python imports it when it starts. One that was there already is imported instead of it, and comes to its right.
-_AT_START = """\
-import importlib.util
-import sys
-folder = {folder!r}
-sys.path.remove(folder)
-own = sys.modules.pop("sitecustomize")
-if importlib.util.find_spec("sitecustomize"):
-    import sitecustomize
-sys.modules.setdefault("sitecustomize", own)
-from bagua.cli.watch import at_start
-at_start(folder)
-"""
 
 
-class _Finder:
-    """Puts ``watch`` behind ``init_process_group`` when torch's module is imported.
-
-    Args:
-        found: called with the module.
-    """
-
-    def __init__(self, found: Callable[[Any], None]) -> None:
-        self._found = found
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``."""
-        if name != _INITIALIZES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                load(module)
-                self._found(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def at_start(folder: str) -> None:
+def at_start() -> None:
     """Have this process watched from its ``init_process_group`` on."""
+    modules = [one for name, one in sys.modules.items() if name.startswith("torch.")]
+    having = [one for one in modules if "init_process_group" in vars(one)]
+    initialize: Any = having[0].init_process_group
 
-    def found(module: Any) -> None:
-        initialize = module.init_process_group
+    def init_process_group(*arguments: Any, **options: Any) -> Any:
+        initialize(*arguments, **options)
+        from bagua.advise import watch
 
-        def init_process_group(*arguments: Any, **options: Any) -> Any:
-            initialize(*arguments, **options)
-            from bagua.advise import watch
+        Path(str(distribution(_NAME).locate_file(_MARK))).touch()
+        watch()
 
-            Path(folder, _MARK).touch()
-            watch()
-
-        module.init_process_group = init_process_group
-
-    sys.meta_path.insert(0, _Finder(found))
+    for module in having:  # Some of torch's modules have imported it from each other.
+        module.init_process_group = init_process_group  # type: ignore[attr-defined]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command.endswith(".py"):
         command.insert(0, sys.executable)
     with tempfile.TemporaryDirectory(prefix="bagua-watch-") as folder:
-        Path(folder, "sitecustomize.py").write_text(_AT_START.format(folder=folder), encoding="utf-8")
+        about = Path(folder, f"{_NAME}-1.dist-info")
+        about.mkdir()
+        (about / "entry_points.txt").write_text(_ENTRY_POINT, encoding="utf-8")
         try:
             variables = env.for_child(env.first_on_path(folder), {})
             process = subprocess.Popen(command, env=variables)  # noqa: S603 - what the user names

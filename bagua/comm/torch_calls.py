@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,15 +12,15 @@ import torch.distributed as dist
 from bagua.comm import torch_private
 from bagua.errors import NotInitializedError
 
-#: Methods of groups, by where this rank's input is; those that only wait or receive have none.
+#: Methods of groups, by which argument is this rank's input; those that only wait or receive have but the group.
 _INPUT = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"), 0),
-    **dict.fromkeys(("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather"), 1),
-    **dict.fromkeys(("_allgather_base", "all_gather_single", "all_gather_single_coalesced"), 1),
-    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "scatter"), 1),
-    **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), 1),
-    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
-    **dict.fromkeys(("barrier", "monitored_barrier", "recv", "recv_anysource"), -1),
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"), 1),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather"), 2),
+    **dict.fromkeys(("_allgather_base", "all_gather_single", "all_gather_single_coalesced"), 2),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "scatter"), 2),
+    **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), 2),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 2),
+    **dict.fromkeys(("barrier", "monitored_barrier", "recv", "recv_anysource"), 0),
 }
 
 
@@ -49,35 +48,24 @@ class TorchCalls:
         self._former: list[tuple[Any, str, Any]] = []
         for name, position in _INPUT.items():
             if name in vars(dist.ProcessGroup):
-                self._replace(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), position))
-        self._replace(torch_private.Work, "wait", self._timed(torch_private.Work.wait))
-        # Buffers and first weights of DistributedDataParallel.
-        self._replace(dist, "_broadcast_coalesced", self._counted(torch_private.broadcast_coalesced, 0))
+                self._see(dist.ProcessGroup, name, position)
+        self._see(torch_private.Work, "wait", 0, calls=0)
+        self._see(dist, "_broadcast_coalesced", 1)  # buffers and first weights of DistributedDataParallel
 
-    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
-        self._former.append((owner, name, vars(owner)[name]))  # An attribute of the class would not bind its object.
-        setattr(owner, name, new)
+    def _see(self, owner: Any, name: str, position: int, calls: int = 1) -> None:
+        act = getattr(owner, name)
 
-    def _timed(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def seen(*arguments: Any, **options: Any) -> Any:
+            self.calls += calls
+            self.input_bytes += _nbytes(arguments[position : position + 1])
             begun = time.perf_counter()
             try:
                 return act(*arguments, **options)
             finally:
                 self.blocked_s += time.perf_counter() - begun
 
-        return timed
-
-    def _counted(self, act: Callable[..., Any], position: int) -> Callable[..., Any]:
-        timed = self._timed(act)
-
-        def counted(group: Any, *arguments: Any, **options: Any) -> Any:
-            self.calls += 1
-            if 0 <= position < len(arguments):
-                self.input_bytes += _nbytes(arguments[position])
-            return timed(group, *arguments, **options)
-
-        return counted
+        self._former.append((owner, name, vars(owner)[name]))  # An attribute of the class would not bind its object.
+        setattr(owner, name, seen)
 
     def end(self) -> None:
         """Give torch its functions back."""

@@ -23,8 +23,6 @@ Work = dist._Work
 CppBackend = torch._C._distributed_c10d.Backend
 #: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its factor.
 make_premul_sum = dist._make_nccl_premul_sum
-#: Sends many tensors as few; ``DistributedDataParallel`` calls it by its name in ``torch.distributed``.
-broadcast_coalesced = dist._broadcast_coalesced
 
 
 def premul_factor(op: dist.ReduceOp) -> Any:

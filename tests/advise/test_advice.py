@@ -24,7 +24,6 @@ from bagua.advise import (
     measure_model,
     others,
     probe,
-    rehearse_all,
     weigh,
 )
 from bagua.advise.others import Others
@@ -83,8 +82,7 @@ def test_the_table_shows_few_bytes_too() -> None:
 
 def test_the_answer_says_when_others_had_the_cores() -> None:
     facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
-    rehearsals, _ = rehearse_all(facts, 2, 1, [])
-    busy, idle = (weigh(rehearsals, {}, facts, Cluster(2), MachineFacts(others=share)) for share in (0.48, 0.02))
+    busy, idle = (weigh(facts, Cluster(2), [], MachineFacts(others=share)) for share in (0.48, 0.02))
     assert "Other processes had 48% of the cores" in busy.answer()
     assert "Other processes" not in idle.answer()
 
@@ -195,9 +193,9 @@ def test_an_algorithm_that_fails_in_its_rehearsal_is_left_out(monkeypatch: pytes
 
     monkeypatch.setattr(ByteGradAlgorithm, "exchanges", fail)
     facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
-    found, refusals = rehearse_all(facts, 2, 1, ["bytegrad", "decentralized"])
-    assert [one.name for one in found] == ["ddp", "decentralized"]
-    assert refusals == {"bytegrad": "ValueError: not today"}
+    found = weigh(facts, Cluster(2), ["bytegrad", "decentralized"], MachineFacts())
+    assert {one.name for one in found.predictions} == {"ddp", "decentralized"}
+    assert found.refusals == (("bytegrad", "ValueError: not today"),)
 
 
 def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.advise import ModelFacts, ParameterFacts, verdict
@@ -42,6 +44,22 @@ def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], RankReport |
     seen, said = (None, "") if seeing is None else (seeing.seen(), seeing.end())
     dist.destroy_process_group()
     return [one.detach() for one in model.state_dict().values()], seen, said
+
+
+def shard(meeting: str) -> tuple[float, int, int, str]:
+    """Sum of the weights after some steps of FSDP2, calls and bytes that were seen, and the verdict."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
+    seeing = watch()
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(8, 8, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen, said = seeing.seen(), seeing.end()
+    dist.destroy_process_group()
+    return seen.waiting_s, seen.calls, seen.nbytes, said
 
 
 def collectives(meeting: str) -> tuple[int, int]:
@@ -84,6 +102,15 @@ def test_bytes_are_exact_and_results_are_those_of_torch(pool: ProcessRanks, tmp_
     assert seeing[1][2] == ""
 
 
+def test_shards_of_fsdp_are_seen(pool: ProcessRanks, tmp_path: Path) -> None:
+    (waiting_s, calls, nbytes, said), (*_, other) = pool.run(shard, f"{tmp_path}/meeting")
+    # A step gathers the halves, and reduces and scatters a gradient.
+    assert (calls, nbytes) == (2 * STEPS, STEPS * 4 * (8 * 8 // 2 + 8 * 8))
+    assert waiting_s > 0
+    assert "rank 0 put" in said
+    assert other == ""
+
+
 def test_plain_collectives_count_the_input_of_a_rank(pool: ProcessRanks, tmp_path: Path) -> None:
     assert pool.run(collectives, f"{tmp_path}/meeting") == [(7, 4 * (10 + 10 + 3 + 3 + 4) + 8 * 5)] * 2
 
@@ -92,9 +119,9 @@ def test_plain_collectives_count_the_input_of_a_rank(pool: ProcessRanks, tmp_pat
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    if verdict._watching.now is not None:
-        verdict._watching.now.calls.end()
-    verdict._watching.now = None
+    if TorchWatch.now is not None:
+        TorchWatch.now.calls.end()
+    TorchWatch.now = None
     dist.destroy_process_group()
 
 
