@@ -6,8 +6,9 @@ import logging
 import time
 from dataclasses import replace
 
-from bagua.advise import CallFacts, Cluster, MachineFacts
-from bagua.advise.network import SMALL_CALL_BYTES, Cost
+from bagua.advise import CallFacts, Cluster, MachineFacts, Message
+from bagua.advise.facts import ALIKE
+from bagua.advise.network import SMALL_CALL_BYTES, Cost, cost_of
 from bagua.advise.others import Others
 from bagua.advise.probe import (
     CallKey,
@@ -15,7 +16,6 @@ from bagua.advise.probe import (
     call_facts,
     facts_of_calls,
     machine_facts,
-    small_costs,
     usual_calls,
 )
 from bagua.cli.lab.network import burst_bytes, open_network
@@ -102,7 +102,9 @@ def link_facts(group: ProcessGroup, cluster: Cluster) -> tuple[CallFacts, ...]:
     """
     found: dict[CallKey, UsualCall] = {}
     wanted = {
-        key: _rounds(key, cost, cluster) for key, cost in small_costs(cluster, (SMALL_CALL_BYTES, *_LARGE)).items()
+        (kind, nbytes): _rounds((kind, nbytes), cost_on(cluster, kind, nbytes), cluster)
+        for kind in ALIKE
+        for nbytes in (SMALL_CALL_BYTES, *_LARGE)
     }
     for key in [*wanted] * _PASSES:
         if not wanted[key]:
@@ -113,7 +115,12 @@ def link_facts(group: ProcessGroup, cluster: Cluster) -> tuple[CallFacts, ...]:
         finally:
             made.close()
         found[key] = min(usual, found.get(key, usual), key=lambda one: one.mean_s)
-    return facts_of_calls(found, cluster, _LARGE, of_cores=False)
+    return facts_of_calls(found, cluster.hosts, _LARGE, of_cores=False)
+
+
+def cost_on(cluster: Cluster, kind: str, nbytes: int) -> Cost:
+    """What a call would cost on a machine that is not known yet."""
+    return cost_of(Message(kind, float(nbytes), cluster.hosts, cluster.hosts), cluster, MachineFacts())
 
 
 def _rounds(key: CallKey, cost: Cost, cluster: Cluster) -> int:

@@ -1,6 +1,5 @@
 """The model of a step: what was measured once, and how long a step takes with an algorithm on a network."""
 
-from bagua.advise.advice import DDP as DDP
 from bagua.advise.advice import Advice, advise
 from bagua.advise.advice import check_wanted as check_wanted
 from bagua.advise.advice import weigh as weigh

@@ -26,7 +26,7 @@ from bagua.link import hosts_in_words, parse_link
 DDP = "ddp"
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 #: Nobody changes a script for less.
-_WORTH_IT = 0.95
+WORTH_IT = 0.95
 #: A rehearsal computes what each rank sends: among more ranks it takes minutes.
 _MOST_RANKS = 64
 
@@ -69,7 +69,7 @@ class Advice:
                 options and learning rate.
         """
         first = next(one for one in self.predictions if self.eligible(one, may_differ=may_differ))
-        return first if first.step_s < _WORTH_IT * self.ddp.step_s else self.ddp
+        return first if first.step_s < WORTH_IT * self.ddp.step_s else self.ddp
 
     def _part(self, one: Prediction) -> str:
         part = one.step_s / self.ddp.step_s

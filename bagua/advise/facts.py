@@ -103,23 +103,18 @@ class CallFacts:
         return 0.0
 
 
-#: Kinds that are measured, and those that take the same way through Gloo.
-_ALIKE = {
-    "reduce": "allreduce",
-    "barrier": "allreduce",
-    "alltoall_v": "alltoall",
-    "reduce_scatter": "alltoall",
-    "gather": "allgather",
-    "scatter": "allgather",
-    "broadcast": "sendrecv",
-    "send": "sendrecv",
-    "recv": "sendrecv",
+#: Kinds that are measured, the first of which stands for what is not here, and those that take the same way.
+ALIKE = {
+    "allreduce": ("reduce", "barrier"),
+    "allgather": ("gather", "scatter"),
+    "alltoall": ("alltoall_v", "reduce_scatter"),
+    "sendrecv": ("broadcast", "send", "recv"),
 }
 
 
 def calls_like(calls: tuple[CallFacts, ...], kind: str) -> CallFacts | None:
     """What was measured of calls of ``kind``, or of one that takes the same way; None if nothing was."""
-    return next((one for one in calls if one.kind == _ALIKE.get(kind, kind)), None)
+    return next((one for one in calls if kind in (one.kind, *ALIKE.get(one.kind, ()))), None)
 
 
 @dataclass(frozen=True)

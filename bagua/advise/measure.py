@@ -14,7 +14,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class StepMeter:
 
     Args:
         module: module that is trained.
-        optimizers: optimizers that step it.
+        optimizer: optimizer that steps it.
         clock: clock of the seconds that the calling thread computes.
 
     Raises:
@@ -66,7 +66,7 @@ class StepMeter:
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
         clock: Callable[[], float] = own_time,
     ) -> None:
         self._clock = clock
@@ -80,17 +80,19 @@ class StepMeter:
                 seen=", ".join(sorted(devices)),
                 advice="Measure the script itself on such hosts: bagua lab, or BAGUA_TRACE.",
             )
-        self._optimizer = type(optimizers[0]).__name__ if optimizers else ""
+        self._optimizer = type(optimizer).__name__
         self._began: list[float] = []
         self._arrived: dict[str, list[float]] = {name: [] for name in self._parameters}
         self._now: dict[str, float] = {}
         self._stepping = False
-        self._handles: list[Any] = [module.register_forward_pre_hook(self._forward)]
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(self._forward),
+            optimizer.register_step_post_hook(self._stepped),
+        ]
         self._handles += [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrival(name))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
         ]
-        self._handles += [one.register_step_post_hook(self._stepped) for one in optimizers[:1]]
 
     @property
     def steps(self) -> int:
@@ -127,17 +129,12 @@ class StepMeter:
         began = self._began[_FIRST_STEPS:]
         steps_s = tuple(later - earlier for earlier, later in itertools.pairwise(began))
         arrivals = {name: statistics.median(found) for name, found in self._arrived.items() if found}
-        order = sorted(arrivals, key=arrivals.__getitem__)
-        parameters = tuple(
-            ParameterFacts(
-                name,
-                tuple(self._parameters[name].shape),
-                str(self._parameters[name].dtype).removeprefix("torch."),
-                arrivals[name],
-            )
-            for name in order
-        )
-        return ModelFacts(parameters, steps_s, self._optimizer)
+        parameters = []
+        for name in sorted(arrivals, key=arrivals.__getitem__):
+            one = self._parameters[name]
+            dtype = str(one.dtype).removeprefix("torch.")
+            parameters.append(ParameterFacts(name, tuple(one.shape), dtype, arrivals[name]))
+        return ModelFacts(tuple(parameters), steps_s, self._optimizer)
 
 
 def measure_model(
@@ -169,7 +166,7 @@ def measure_model(
         ['bias', 'weight']
     """
     check_numbers(lambda number: 0 <= number < math.inf, "a finite number >= 0", seconds=seconds)
-    meter = StepMeter(module, [optimizer])
+    meter = StepMeter(module, optimizer)
     until = time.monotonic() + seconds
     try:
         while meter.steps < LEAST_STEPS or time.monotonic() < until:

@@ -18,6 +18,8 @@ _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 _PAYLOAD = 1448 / 1514
 #: Bytes of a call that shows what calls take on a link, whatever they carry.
 SMALL_CALL_BYTES = 64
+#: Calls in which each rank sends a share to each other one, all at once.
+_STARS = ("alltoall", "alltoall_v", "reduce_scatter", "gather", "scatter")
 #: From this size of a share on, Gloo's allgather is made of messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
 #: Gloo cuts a rank's share of an allreduce into two pieces, or more of at most so many bytes, and has two on their way.
@@ -113,7 +115,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class Pattern:
     """How a call is made of messages.
 
     Attributes:
@@ -130,7 +132,8 @@ class _Pattern:
     leaving: float = 1.0
 
 
-def _pattern(message: Message) -> _Pattern:
+def pattern_of(message: Message) -> Pattern:
+    """How the messages of a call follow each other."""
     n, size = message.ranks, message.nbytes
     away = (n - n / message.hosts) / (n - 1)  # of the other ranks, those on other hosts
     border = 1.0 if n == message.hosts else message.hosts / n  # of a ring, the ranks that send to another host
@@ -138,26 +141,17 @@ def _pattern(message: Message) -> _Pattern:
     share = (n - 1) / n * size
     pieces = max(_PIECES, math.ceil(size / n / _PIECE_BYTES))
     rounds = math.ceil((n - 1) * pieces / _PIECES)
-    star = _Pattern(n - 1, 2.0, share, away)
-    ring = _Pattern(n - 1, 2.0 * (n - 1), share, border)
+    star = Pattern(n - 1, 2.0, share, away)
+    ring = Pattern(n - 1, 2.0 * (n - 1), share, border)
     patterns = {
-        "allreduce": _Pattern(2.0 * (n - 1), 4.0 * rounds, 2 * share, border),
-        "reduce": _Pattern(float(n), 2.0 * n, 2 * share, border),
+        "allreduce": Pattern(2.0 * (n - 1), 4.0 * rounds, 2 * share, border),
+        "reduce": Pattern(float(n), 2.0 * n, 2 * share, border),
         "allgather": star if size / n >= _PAIRS_FROM_BYTES else ring,
-        "alltoall": star,
-        "alltoall_v": star,
-        "reduce_scatter": star,
-        "gather": star,
-        "scatter": star,
-        "broadcast": _Pattern(tree, 2.0, tree * size),
-        "barrier": _Pattern(tree, 2.0 * tree, 0.0),
+        **dict.fromkeys(_STARS, star),
+        "broadcast": Pattern(tree, 2.0, tree * size),
+        "barrier": Pattern(tree, 2.0 * tree, 0.0),
     }
-    return patterns.get(message.kind, _Pattern(1.0, 2.0, size))  # between two ranks, which may be anywhere
-
-
-def messages_of(message: Message) -> float:
-    """How many messages a rank sends in a call, one after the other."""
-    return _pattern(message).messages
+    return patterns.get(message.kind, Pattern(1.0, 2.0, size))  # between two ranks, which may be anywhere
 
 
 def slow_start_s(nbytes: float, bytes_per_s: float, delay_s: float) -> float:
@@ -192,7 +186,7 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     if message.hosts < 2:
         tree = math.ceil(math.log2(message.ranks))
         return Cost(2 * tree * machine.local_message_s + 3 * message.nbytes * machine.local_byte_s, 0.0, 0.0)
-    pattern = _pattern(message)
+    pattern = pattern_of(message)
     own_bytes = pattern.sent
     link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts
     call = machine.call_of(message.kind)
@@ -221,16 +215,16 @@ def _beyond_delay_s(seen: CallFacts, message: Message, cluster: Cluster, message
     """
 
     def wait_s(nbytes: float, added_s: float) -> tuple[float, float]:
-        pattern = _pattern(replace(message, nbytes=nbytes))
+        pattern = pattern_of(replace(message, nbytes=nbytes))
         on_link_s = pattern.sent * pattern.leaving * message.ranks / message.hosts / cluster.bytes_per_s
         known_s = small.messages * message_s + pattern.delays * cluster.delay_s + on_link_s
         return pattern.sent, max(small.messages * seen.message_s + added_s - known_s, 0.0) / pattern.delays
 
-    small = _pattern(replace(message, nbytes=float(SMALL_CALL_BYTES)))
+    small = pattern_of(replace(message, nbytes=float(SMALL_CALL_BYTES)))
     found = [wait_s(float(SMALL_CALL_BYTES), 0.0)]
     if cluster.delay_s:
         found += [wait_s(sent / small.sent * SMALL_CALL_BYTES, added_s) for sent, added_s in seen.points]
-    return _between(found, _pattern(message).sent)
+    return _between(found, pattern_of(message).sent)
 
 
 def _between(points: Sequence[tuple[float, float]], place: float) -> float:

@@ -65,15 +65,9 @@ def predict(
     count = length * (1 + -(-_LEAST_SIMULATED_STEPS // length))
     draws = [_stretches(rehearsal, facts, cluster, count, generator) for _ in range(_DRAWS)]
     found = [step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches) for stretches in draws]
-    return Prediction(
-        rehearsal.name,
-        sum(found) / len(found),
-        min(found) / (1 + _ERROR),
-        max(found) / (1 - _ERROR),
-        rehearsal.sent_bytes,
-        rehearsal.keeps_equal,
-        rehearsal.needs_optimizer,
-    )
+    mean_s, low_s, high_s = sum(found) / len(found), min(found) / (1 + _ERROR), max(found) / (1 - _ERROR)
+    of = rehearsal
+    return Prediction(of.name, mean_s, low_s, high_s, of.sent_bytes, of.keeps_equal, of.needs_optimizer)
 
 
 def _stretches(
@@ -99,13 +93,12 @@ def outside_calibration(cluster: Cluster) -> tuple[str, ...]:
         ('1000 hosts, tried with 2 to 4',)
     """
     link, rate = cluster.link, cluster.rate_mbit_s
+    (few, many), (slow, fast) = _HOSTS, _RATES_MBIT_S
     told = f"{rate:g} Mbit/s" if math.isfinite(rate) else "unlimited"
     phrases = {
-        f"{cluster.hosts} hosts, tried with {_HOSTS[0]} to {_HOSTS[1]}": not _HOSTS[0] <= cluster.hosts <= _HOSTS[1],
+        f"{cluster.hosts} hosts, tried with {few} to {many}": not few <= cluster.hosts <= many,
         f"{cluster.ranks_per_host} ranks per host, tried with 1": cluster.ranks_per_host > 1,
-        f"a link of {told}, tried with {_RATES_MBIT_S[0]:g} to {_RATES_MBIT_S[1]:g} Mbit/s": not (
-            _RATES_MBIT_S[0] <= rate <= _RATES_MBIT_S[1]
-        ),
+        f"a link of {told}, tried with {slow:g} to {fast:g} Mbit/s": not slow <= rate <= fast,
         "a link that is not symmetric": link.send_mbit_s != link.receive_mbit_s,
         f"a delay of {link.delay_ms:g} ms, tried with up to {_DELAY_MS:g} ms": link.delay_ms > _DELAY_MS,
         "a link that loses packets": bool(link.loss),

@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagua.advise.facts import CallFacts, MachineFacts
-from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messages_of
+from bagua.advise.facts import ALIKE, CallFacts, MachineFacts
+from bagua.advise.network import SMALL_CALL_BYTES, pattern_of
 from bagua.advise.others import Others
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 
-#: Kinds that are measured, the first of which stands for those that are not here.
-_KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 #: Calls of each kind and size, and of the smallest size. Some of those take ten times as long as the others: Gloo's
@@ -47,22 +45,24 @@ class UsualCall:
     busy_s: float
 
 
-class _Step:
-    """Stands for the step of a model: reads and writes more than the cache of a core holds, for some milliseconds."""
+def _model() -> Callable[[], float]:
+    """A stand-in for the step of a model: reads and writes more than a core's cache holds, for some milliseconds.
 
-    def __init__(self) -> None:
-        self._rows = torch.ones(64, 512)
-        self._weights = [torch.ones(512, 512) for _ in range(4)]
-        self._changes = [torch.zeros(512, 512) for _ in range(4)]
+    Returns:
+        A function that makes one, and returns the seconds for which that kept a core busy.
+    """
+    rows = torch.ones(64, 512)
+    layers = [(torch.ones(512, 512), torch.zeros(512, 512)) for _ in range(4)]
 
-    def __call__(self) -> float:
-        """Make one; seconds for which that kept a core busy."""
+    def step() -> float:
         begun = time.thread_time()
-        for weight, change in zip(self._weights, self._changes, strict=True):
-            torch.mm(self._rows, weight)
-            torch.mm(self._rows.T, self._rows, out=change)
+        for weight, change in layers:
+            torch.mm(rows, weight)
+            torch.mm(rows.T, rows, out=change)
             weight.add_(change, alpha=0.0)
         return time.thread_time() - begun
+
+    return step
 
 
 def probe_machine(cores: int | None = None) -> MachineFacts:
@@ -96,16 +96,8 @@ def machine_facts(
     source = torch.ones_like(copied)
     local_s = statistics.median(_seconds(lambda: copied.copy_(source)) for _ in range(_ROUNDS))
     message_s, byte_s = calls[0].message_s, calls[0].byte_s(large)
-    return MachineFacts(
-        message_s,
-        byte_s,
-        min(20e-6, message_s),
-        local_s / large,
-        cores or usable_cores(),
-        calls,
-        after_calls,
-        ranks=ranks,
-    )
+    local_message_s, cores = min(20e-6, message_s), cores or usable_cores()
+    return MachineFacts(message_s, byte_s, local_message_s, local_s / large, cores, calls, after_calls, ranks=ranks)
 
 
 def usable_cores() -> int:
@@ -135,13 +127,13 @@ def call_facts(
     Returns:
         Facts of the calls, and how much longer computing takes that comes after a call.
     """
-    step = _Step()
+    step = _model()
     after_s: list[float] = []
     alone_s = [_usual_step_s(step)]
-    wanted = {(kind, nbytes): _ROUNDS for kind in _KINDS for nbytes in _LARGE}
-    wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in _KINDS}
+    wanted = {(kind, nbytes): _ROUNDS for kind in ALIKE for nbytes in _LARGE}
+    wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in ALIKE}
     usual = usual_calls(communicator, wanted, lambda: after_s.append(step()), busy_clock)
-    found = facts_of_calls(usual, Cluster(communicator.size), _LARGE, of_cores=busy_clock is not None)
+    found = facts_of_calls(usual, communicator.size, _LARGE, of_cores=busy_clock is not None)
     alone_s.append(_usual_step_s(step))
     return found, max(statistics.fmean(after_s) / min(alone_s), 1.0)
 
@@ -151,35 +143,25 @@ def _usual_step_s(step: Callable[[], float]) -> float:
     return statistics.fmean([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
 
 
-def small_costs(cluster: Cluster, sizes: Sequence[int]) -> dict[CallKey, Cost]:
-    """What calls of all kinds would cost on a machine that is not known yet."""
-    ranks = cluster.hosts
-    return {
-        (kind, nbytes): cost_of(Message(kind, float(nbytes), ranks, ranks), cluster, MachineFacts())
-        for kind in _KINDS
-        for nbytes in sizes
-    }
-
-
 def facts_of_calls(
-    usual: Mapping[CallKey, UsualCall], cluster: Cluster, large: Sequence[int], *, of_cores: bool
+    usual: Mapping[CallKey, UsualCall], ranks: int, large: Sequence[int], *, of_cores: bool
 ) -> tuple[CallFacts, ...]:
     """Facts of all kinds of calls.
 
     Args:
         usual: what calls took.
-        cluster: the hosts.
+        ranks: how many, each on a host of its own.
         large: bytes of the calls that show what bytes cost; those that were not made are left out.
         of_cores: whether it was measured for how long ranks kept cores busy.
     """
-    ranks, costs = cluster.hosts, small_costs(cluster, large)
     most = min(1.0, usable_cores() / ranks)  # more of a core than that is not there for each
     found = []
-    for kind in _KINDS:
+    for kind in ALIKE:
         small = usual[kind, SMALL_CALL_BYTES]
         sizes = [nbytes for nbytes in large if (kind, nbytes) in usual]
-        points = tuple((costs[kind, one].own_bytes, usual[kind, one].median_s - small.median_s) for one in sizes)
-        message_s = small.mean_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks))
+        sent = [pattern_of(Message(kind, float(one), ranks, ranks)).sent for one in sizes]
+        points = tuple((of, usual[kind, one].median_s - small.median_s) for of, one in zip(sent, sizes, strict=True))
+        message_s = small.mean_s / pattern_of(Message(kind, float(SMALL_CALL_BYTES), ranks, ranks)).messages
         busy, busy_bytes = most, most
         if of_cores:
             busy = min(small.busy_s / small.mean_s, most)

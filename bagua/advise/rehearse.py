@@ -64,13 +64,13 @@ class _Twin(torch.nn.Module):
         return [one.expand_as(one) for one in reversed(self.ordered)]
 
 
-class _Work(NamedTuple):
-    """One run of an exchange: when it began and ended, in which thread, and how long that had been busy by its end."""
+class _Span(NamedTuple):
+    """What was shown: when it began and ended, in which thread, and how long that had been busy by its end."""
 
     name: str
     begun: float
     ended: float
-    label: str
+    group: str
     thread: int
     busy_s: float
 
@@ -85,16 +85,14 @@ class _Journal:
     Attributes:
         nodes: host of each rank.
         calls: calls, and how long their threads had been busy when they ended.
-        work: runs of exchanges.
-        spans: when other spans began, by track and name.
+        spans: spans by their track; those of ``work`` are runs of exchanges.
         marks: moments of the twin.
         busy: moments, and how long the thread had been busy, by thread.
     """
 
     nodes: Sequence[int]
     calls: list[tuple[CallRecord, float]] = field(default_factory=list)
-    work: list[_Work] = field(default_factory=list)
-    spans: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    spans: dict[str, list[_Span]] = field(default_factory=lambda: defaultdict(list))
     marks: list[tuple[float, str, int]] = field(default_factory=list)
     busy: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -104,11 +102,8 @@ class _Journal:
 
     def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
         """See ``TraceSink``."""
-        track, busy_s = str(facts.get("track")), self._look()
-        if track == "work":
-            self.work.append(_Work(name, begun, ended, str(facts["group"]), threading.get_ident(), busy_s))
-        else:
-            self.spans[track, name].append(begun)
+        track, group = str(facts.get("track")), str(facts.get("group"))
+        self.spans[track].append(_Span(name, begun, ended, group, threading.get_ident(), self._look()))
 
     def mark(self, what: str, number: int = 0) -> None:
         """Note that the thread which computes has come somewhere."""
@@ -120,7 +115,7 @@ class _Journal:
         self.busy[threading.get_ident()].append((time.perf_counter(), busy_s))
         return busy_s
 
-    def _busy_before(self, work: _Work) -> float:
+    def _busy_before(self, work: _Span) -> float:
         """How long the thread of ``work`` had been busy when that began, as far as is known."""
         known = self.busy[work.thread]
         index = bisect(known, (work.begun, math.inf))
@@ -136,7 +131,7 @@ class _Journal:
             Moments of each step, all runs, and the seconds for which this thread ran exchanges itself, in all periods.
         """
         began = [at for at, what, _ in self.marks if what == "begins"][-steps:]
-        work = sorted(self.work, key=lambda one: one.begun)
+        work = sorted(self.spans["work"], key=lambda one: one.begun)
         blocked_s = sum(one.busy_s - self._busy_before(one) for one in work if one.thread == threading.get_ident())
         starts = {number: one.begun for number, one in enumerate(work)}  # of those that nobody has waited for yet
         starts |= self._spans_of(work, "exchanges")
@@ -159,24 +154,25 @@ class _Journal:
         )
         return tuple(moments), tuple(runs[-len(now) :] if now else ()), blocked_s
 
-    def _spans_of(self, work: Sequence[_Work], track: str, prefix: str = "") -> dict[int, float]:
+    def _spans_of(self, work: Sequence[_Span], track: str, prefix: str = "") -> dict[int, float]:
         """When spans of a track began, by the number of the run that each is about: those of one name come in order."""
         found: dict[int, float] = {}
         for name in {one.name for one in work}:
             numbers = [number for number, one in enumerate(work) if one.name == name]
-            found.update(zip(numbers, self.spans[track, prefix + name.removeprefix("run ")], strict=False))
+            about = prefix + name.removeprefix("run ")
+            found.update(zip(numbers, [one.begun for one in self.spans[track] if one.name == about], strict=False))
         return found
 
-    def _run_of(self, work: _Work) -> Run:
+    def _run_of(self, work: _Span) -> Run:
         items: list[Message | float] = []
         at = self._busy_before(work)
         for record, busy_s in self.calls:
-            if work.begun <= record.begun <= work.ended and _is_of(work.label, record):
+            if work.begun <= record.begun <= work.ended and _is_of(work.group, record):
                 # The call itself takes no time among real ranks that would not be theirs.
                 items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
                 at = busy_s
         items.append(max(work.busy_s - at, 0.0))
-        return Run(tuple(items), "" if work.thread == threading.get_ident() else work.label)
+        return Run(tuple(items), "" if work.thread == threading.get_ident() else work.group)
 
     def _message(self, record: CallRecord) -> Message:
         call, ranks = record.call, record.place.ranks

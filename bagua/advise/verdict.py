@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bagua.advise.advice import rehearse_all
+from bagua.advise.advice import WORTH_IT, rehearse_all
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import LEAST_STEPS, StepMeter, own_time
 from bagua.advise.network import Cluster
@@ -89,7 +89,8 @@ class TorchWatch:
         self._synced: dict[DistributedDataParallel, int] = {}
         self._steps = 0
         self._exposed: list[float] = []
-        self._began = self._ended = self._blocked_s = self._blocked_before_s = 0.0
+        #: Time, and seconds in which calls blocked, at the end of the first steps and of the last one.
+        self._first = self._last = (0.0, 0.0)
         self._meter: StepMeter | None = None
         find = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         self._handles: list[Any] = [find, register_optimizer_step_post_hook(self._stepped)]
@@ -105,16 +106,16 @@ class TorchWatch:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
-        self._ended, self._blocked_s = time.perf_counter(), self.calls.blocked_s
+        self._last = time.perf_counter(), self.calls.blocked_s
         model = next(iter(self._synced), None)
         if self._steps == 1:
             self._handles[0].remove()
             self._handles += [one.register_forward_pre_hook(self._forward) for one in self._synced]
             if model is not None and all(one.device.type == "cpu" for one in model.parameters()):
                 clock = lambda: own_time() - self.calls.blocked_s  # noqa: E731
-                self._meter = StepMeter(model, [optimizer], clock)
-        if self._steps == _FIRST_STEPS:
-            self._began, self._blocked_before_s = self._ended, self._blocked_s
+                self._meter = StepMeter(model, optimizer, clock)
+        if self._steps <= _FIRST_STEPS:
+            self._first = self._last
         if model is not None and self._steps > _FIRST_STEPS and self._steps % _EVERY == 0:
             self._exposed.append(ddp_seconds(model))
         if self._meter is not None and self._meter.steps >= _METERED_STEPS:
@@ -123,8 +124,7 @@ class TorchWatch:
     def seen(self) -> RankReport:
         """What this rank saw."""
         steps = max(self._steps - _FIRST_STEPS, 0)
-        step_s = (self._ended - self._began) / steps if steps else 0.0
-        blocked_s = (self._blocked_s - self._blocked_before_s) / steps if steps else 0.0
+        step_s, blocked_s = ((now - then) / max(steps, 1) for then, now in zip(self._first, self._last, strict=True))
         exposed, synced = [one for one in self._exposed if one >= 0], sum(self._synced.values())
         if exposed:
             blocked_s += statistics.fmean(exposed) * synced / self._steps
@@ -179,12 +179,7 @@ def watch() -> TorchWatch:
         logging.getLogger("bagua").warning("bagua.watch() watches this process already")
         return TorchWatch.now
     TorchWatch.now = watching = TorchWatch()
-
-    def write() -> None:
-        if TorchWatch.now is watching:
-            sys.stderr.write(watching.end())
-
-    atexit.register(write)
+    atexit.register(lambda: sys.stderr.write(watching.end()))
     return watching
 
 
@@ -273,11 +268,9 @@ def predictions(facts: ModelFacts, cluster: Cluster, step_s: float) -> list[str]
     for _ in range(_HALVINGS):
         rate = math.sqrt(low * high)
         low, high = (rate, high) if on(rate, rehearsals[:1])[0].step_s > step_s else (low, rate)
-    return _worth_it(on(math.sqrt(low * high), rehearsals[1:]), step_s, math.sqrt(low * high))
-
-
-def _worth_it(found: Sequence[Prediction], step_s: float, rate: float) -> list[str]:
-    better = sorted((one for one in found if one.step_s < 0.95 * step_s), key=lambda one: one.step_s)[:2]
+    rate = math.sqrt(low * high)
+    found = sorted(on(rate, rehearsals[1:]), key=lambda one: one.step_s)
+    better = [one for one in found if one.step_s < WORTH_IT * step_s][:2]
     if not better:
         return ["No algorithm that was tried is 5 % faster."]
     texts = [

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,60 +29,6 @@ EXAMPLES = """\
 The script calls bagua as usual. It is trained without a network for --seconds, and ended then. Its time does not
 depend on --link, so ask for all links that you think of.
 """
-
-
-class _ScriptMeter:
-    """Waits for the script to wrap a model, and measures its steps.
-
-    Args:
-        wanted: seconds, and names of algorithms that the script must have registered when it wraps the model.
-        cluster: hosts and links.
-
-    Attributes:
-        meter: measures the steps; None before the script wraps a model.
-        problem: why there is nothing to predict from, if the script has wrapped no model.
-    """
-
-    def __init__(self, wanted: argparse.Namespace, cluster: Cluster) -> None:
-        self._wanted, self._cluster = wanted, cluster
-        self._until = 0.0
-        self.meter: StepMeter | None = None
-        self.problem = (
-            "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) "
-            "in it, or call bagua.torch_api.advise(model, optimizer, step) from Python"
-        )
-
-    def __call__(self, reducer: Reducer) -> None:
-        """Training starts. The first model is the one that is measured."""
-        if self.meter is not None or not reducer.optimizers:
-            return
-        try:
-            check_wanted(self._cluster, self._wanted.algorithms)
-        except UnsupportedAlgorithmException as error:
-            self.problem = f"{error} An algorithm of your own must be registered before the model is wrapped."
-            raise SystemExit(0) from None
-        self.meter = StepMeter(reducer.module, reducer.optimizers)
-        self._until = time.monotonic() + self._wanted.seconds
-        reducer.optimizers[0].register_step_post_hook(self._stepped)
-
-    @property
-    def steps(self) -> int:
-        """Steps that were measured."""
-        return 0 if self.meter is None else self.meter.steps
-
-    def _stepped(self, *_: Any) -> None:
-        if self.steps >= LEAST_STEPS and time.monotonic() >= self._until:
-            raise SystemExit(0)
-
-    def facts(self) -> ModelFacts:
-        """What was measured."""
-        if self.meter is None:
-            raise BaguaError(self.problem)
-        self.meter.end()
-        if self.steps < LEAST_STEPS:
-            problem = f"the script made {self.steps} steps after the first ones; at least {LEAST_STEPS} are needed"
-            raise BaguaError(problem)
-        return self.meter.facts()
 
 
 def _name(text: str) -> str:
@@ -166,8 +111,48 @@ def _tell(text: str) -> None:
 
 def measure_script(options: argparse.Namespace, cluster: Cluster) -> ModelFacts:
     """Train the script alone for a while, with one thread, as ranks that share a host do."""
-    listener, before = _ScriptMeter(options, cluster), (list(sys.argv), list(sys.path))
-    start_listeners.append(listener)
+    meters: list[StepMeter] = []  # at most one: the first model is the one that is measured
+    problem = (
+        "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) "
+        "in it, or call bagua.torch_api.advise(model, optimizer, step) from Python"
+    )
+
+    def started(reducer: Reducer) -> None:
+        nonlocal problem
+        if meters or not reducer.optimizers:
+            return
+        try:
+            check_wanted(cluster, options.algorithms)
+        except UnsupportedAlgorithmException as error:
+            problem = f"{error} An algorithm of your own must be registered before the model is wrapped."
+            raise SystemExit(0) from None
+        meters.append(StepMeter(reducer.module, reducer.optimizers[0]))
+        until = time.monotonic() + options.seconds
+        reducer.optimizers[0].register_step_post_hook(lambda *_: stepped(until))
+
+    def stepped(until: float) -> None:
+        if meters[0].steps >= LEAST_STEPS and time.monotonic() >= until:
+            raise SystemExit(0)
+
+    start_listeners.append(started)
+    try:
+        status = _run(options)
+    finally:
+        start_listeners.remove(started)
+    steps = meters[0].steps if meters else 0
+    if status and steps < LEAST_STEPS:
+        problem = f"the script ended with exit status {status} before {LEAST_STEPS} steps were measured"
+    elif meters:
+        problem = f"the script made {steps} steps after the first ones; at least {LEAST_STEPS} are needed"
+    if steps < LEAST_STEPS:
+        raise BaguaError(problem)
+    meters[0].end()
+    return meters[0].facts()
+
+
+def _run(options: argparse.Namespace) -> object:
+    """Run the script until it ends, and say with which exit status."""
+    before = list(sys.argv), list(sys.path)
     torch.set_num_threads(1)
     sys.argv = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
     try:
@@ -177,20 +162,13 @@ def measure_script(options: argparse.Namespace, cluster: Cluster) -> ModelFacts:
             sys.path[0] = str(Path(options.script).resolve().parent)
             runpy.run_path(options.script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0) and listener.steps < LEAST_STEPS:
-            problem = f"the script ended with exit status {end.code} before {LEAST_STEPS} steps were measured"
-            raise BaguaError(problem) from None
+        return end.code
     except Exception as error:  # noqa: BLE001 - whatever a script raises
         traceback.print_exc()
-        raise BaguaError(_why(error)) from None
+        problem = f"the script failed: {type(error).__name__}: {error}"
+        if "CUDA" in str(error) or "NVIDIA" in str(error):
+            problem += ". It needs a GPU, and advise measures on the CPU of this machine: give it an option for the CPU"
+        raise BaguaError(problem) from None
     finally:
-        start_listeners.remove(listener)
         sys.argv, sys.path = before
-    return listener.facts()
-
-
-def _why(error: Exception) -> str:
-    text = f"the script failed: {type(error).__name__}: {error}"
-    if "CUDA" in str(error) or "NVIDIA" in str(error):
-        text += ". It needs a GPU, and advise measures on the CPU of this machine: give it an option for the CPU"
-    return text
+    return 0

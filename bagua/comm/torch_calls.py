@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ _INPUT = {
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 2),
     **dict.fromkeys(("barrier", "monitored_barrier", "recv", "recv_anysource"), 0),
 }
+_KEY = "bagua/watch/{}"
 
 
 class TorchCalls:
@@ -77,29 +79,23 @@ class TorchCalls:
         ways = []
         for _ in range(3):
             begun = time.perf_counter()
-            self._store.check([self._key(self.rank)])
+            self._store.check([_KEY.format(self.rank)])
             ways.append((time.perf_counter() - begun) / 2)
         return min(ways)
 
     def tell(self, said: str) -> None:
         """Leave a message for rank 0 in the store of the job."""
-        self._store.set(self._key(self.rank), said)
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"bagua/watch/{rank}"
+        self._store.set(_KEY.format(self.rank), said)
 
     def told(self, limit_s: float) -> dict[int, bytes]:
         """What ranks have left, of those that leave something within ``limit_s`` seconds."""
         found: dict[int, bytes] = {}
         until = time.monotonic() + limit_s
         for rank in range(self.size):
-            key = self._key(rank)
-            try:
+            key = _KEY.format(rank)
+            with contextlib.suppress(RuntimeError):  # It has not come, or the store is gone.
                 self._store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.01)))
                 found[rank] = self._store.get(key)
-            except RuntimeError:  # It has not come, or the store is gone.
-                continue
         return found
 
 

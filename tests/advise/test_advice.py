@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,10 +89,9 @@ def test_the_answer_says_when_others_had_the_cores() -> None:
 def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stat"
     ticks, cores = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
-    own_s = 1.0
     monkeypatch.setattr(others, "_FILE", file)
     monkeypatch.setattr(others.time, "monotonic", iter((10.0, 20.0)).__next__)
-    monkeypatch.setattr(others.resource, "getrusage", lambda _: SimpleNamespace(ru_utime=own_s, ru_stime=0.0))
+    monkeypatch.setattr(others.os, "times", lambda: (1.0, 0.0, 0.0, 0.0, 0.0))
     file.write_text("cpu  100 10 50 1000 0\n")
     since = Others()
     # In ten seconds, others work for three on each core.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -116,7 +117,8 @@ def test_plain_collectives_count_the_input_of_a_rank(pool: ProcessRanks, tmp_pat
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(atexit, "register", lambda _: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     if TorchWatch.now is not None:
