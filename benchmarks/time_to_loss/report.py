@@ -28,6 +28,18 @@ __all__ = ["BASELINE", "Line", "Question", "Report", "draw"]
 
 BASELINE = "ddp"
 COLUMNS = ("by seed", "steps", "a step", "sent", "loss : wanted", "in the time of ddp", "lr", "copies", "whole")
+#: Of those that are drawn.
+NAMES = {
+    "accelerate": "Accelerate, LocalSGD",
+    "ddp": "torch DDP",
+    "ddp_fp16": "torch DDP, float16",
+    "ddp_powersgd": "torch DDP, PowerSGD",
+    "decent_dp": "decent-dp",
+    "post_local_sgd": "torch, PostLocalSGD",
+    "torchft_diloco": "torchft, DiLoCo",
+    "torchft_local_sgd": "torchft, LocalSGD",
+}
+RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 #: Of the two ways to find a time: they differ by no more where the second one proves the first.
 AGREEMENT = 0.05
 
@@ -303,6 +315,14 @@ def row(line: Line, base: float | None) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def link_name(link: str) -> str:
+    """As people write a rate."""
+    settings = parse_link(link)
+    mbit_s = settings.send_mbit_s or math.inf
+    rate = f"{mbit_s:g} Mbit/s" if mbit_s < 1000 else f"{mbit_s / 1000:g} Gbit/s"
+    return f"{rate}, {settings.delay_ms:g} ms" if settings.delay_ms else rate
+
+
 def draw(best: dict[str, dict[str, Line]], links: Iterable[str], path: Path) -> bool:
     """Draw time to the loss over that of full gradients against the link; False where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -325,11 +345,13 @@ def draw(best: dict[str, dict[str, Line]], links: Iterable[str], path: Path) -> 
             marker="o",
             linewidth=3 if name == "bagua" else 1.2,
             color="black" if name == BASELINE else None,
-            label=name,
+            label=NAMES.get(name, name),
         )
-    axes.set(yscale="log", xlabel="link of each host", ylabel=f"time to the loss over that of {BASELINE}")
-    axes.set_xticks(range(len(ordered)), ordered)
+    axes.set(yscale="log", xlabel="link of each host", ylabel="time to the loss, over that of torch DDP")
+    axes.set_xticks(range(len(ordered)), map(link_name, ordered))
+    axes.set_yticks(RATIOS, map(str, RATIOS))
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    axes.legend(fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     return True

@@ -109,19 +109,6 @@ def test_readme_shows_the_difference_of_the_two_scripts():
     ]
 
 
-def test_the_picture_shows_the_numbers_of_the_table(monkeypatch):
-    pictures = extension("step_time_picture", monkeypatch)
-    assert pictures.PICTURE.read_text() == pictures.draw(pictures.PAGE.read_text()), (
-        "python docs/extensions/step_time_picture.py"
-    )
-
-
-def test_a_table_without_the_numbers_is_seen(monkeypatch):
-    pictures = extension("step_time_picture", monkeypatch)
-    with pytest.raises(ValueError, match="no step times of"):
-        pictures.read_ratios("| `bytegrad` | 0.25 | 0.27 | 0.51 | 1.12 | 1.11 |\n")
-
-
 @pytest.mark.parametrize("name", list(registry))
 def test_every_algorithm_has_a_row_and_a_section_with_its_rule(name):
     pages = [DOCS / f"{page}.md" for page in ("gradient_algorithms", "local_updates", "decentralized")]
