@@ -188,8 +188,10 @@ def compare(rank: Rank, settings: Sequence[Settings], steps: int | None) -> list
     tell(f"each run ends after {steps} steps, {why}")
     results = []
     for number, one in enumerate(settings, start=1):
+        trainer = Trainer(replace(one, steps=steps), text.training, rank.rank)
+        trainer.distribute()
         tell(f"run {number} of {len(settings)}: {one.algorithm}, {steps} steps")
-        results.append(_train(tell, Trainer(replace(one, steps=steps), text.training, rank.rank), text.held_out))
+        results.append(_train(tell, trainer, text.held_out))
     bagua.destroy_process_group()
     return results
 
@@ -201,7 +203,6 @@ def _timed(step: Callable[[], float]) -> tuple[float, float]:
 
 def _train(tell: Callable[[object], None], trainer: Trainer, held_out: Tensor) -> Result:
     settings = trainer.settings
-    trainer.distribute()
     before, every, steps = _sent_bytes(), max(1, settings.steps // 4), []
     for number in range(1, settings.steps + 1):
         steps.append(_timed(trainer.step))
