@@ -162,7 +162,7 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
     "torch.distributed._Work": ("backend bagua hands its works to C++", torch_private.Work),
     "torch.distributed._broadcast_coalesced": (
         "bagua.watch counts the buffers of DDP",
-        lambda: on_a_group(lambda group: torch_private.broadcast_coalesced(group, [torch.ones(2)], 100, 0)),
+        lambda: on_a_group(lambda group: dist._broadcast_coalesced(group, [torch.ones(2)], 100, 0)),
     ),
     "DistributedDataParallel._get_ddp_logging_data, _set_ddp_runtime_logging_sample_rate": (
         "bagua.watch knows what part of a step of DDP is exposed",

@@ -155,7 +155,9 @@ def test_averages_in_the_background_are_counted(thread_ranks):
             model.bagua_algorithm.resume(model)
         return bagua_api.metrics()["comm/averages"]
 
-    assert thread_ranks(3, averaged) == [2] * 3
+    first, *others = thread_ranks(3, averaged)
+    assert others == [first] * 2
+    assert 2 <= first <= 4  # Before an end that a rank is late for, there is an average.
 
 
 def test_a_record_of_all_that_is_kept_is_small():
