@@ -7,13 +7,13 @@ stood in the queue of a core; elsewhere nothing is taken off.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,24 +23,29 @@ from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 
-_FILE = "/proc/self/task/{}/schedstat"
+_FILE = "/proc/thread-self/schedstat"
 _LONGEST_BYTES = 128
 
 
-@functools.cache
-def _queue_of(thread: int) -> int:
-    """The file in which Linux writes how long a thread has stood in the queue of a core.
+class _Queue:
+    """The file in which Linux writes how long the calling thread has stood in the queue of a core."""
 
-    Args:
-        thread: number that the system gives it; one of a forked process has another.
-    """
-    return os.open(_FILE.format(thread), os.O_RDONLY)
+    def __init__(self) -> None:
+        self.descriptor = os.open(_FILE, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+#: Ends with its thread.
+_own = threading.local()
 
 
 def own_time() -> float:
     """A clock that stands while the calling thread has no core. Only differences within one thread have a meaning."""
+    thread = threading.get_native_id()  # A forked process has another, and would read of its parent's thread.
     try:
-        queued = int(os.pread(_queue_of(threading.get_native_id()), _LONGEST_BYTES, 0).split()[1])
+        if getattr(_own, "thread", None) != thread:
+            _own.queue, _own.thread = _Queue(), thread
+        queued = int(os.pread(_own.queue.descriptor, _LONGEST_BYTES, 0).split()[1])
     except (OSError, IndexError):  # The system does not count.
         queued = 0
     return time.perf_counter() - queued * 1e-9

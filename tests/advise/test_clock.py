@@ -21,26 +21,38 @@ def test_the_clock_stands_in_the_queue_of_a_core(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_system_that_does_not_count_takes_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure._queue_of.cache_clear()
+    monkeypatch.setattr(measure, "_own", threading.local())
     monkeypatch.setattr(measure, "_FILE", "/proc/there-is-no-such-file")
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
     assert measure.own_time() == 10.0
 
 
 def test_every_thread_reads_its_own_queue_also_in_a_forked_process() -> None:
-    def read() -> int:
+    def read() -> str:
         measure.own_time()
-        return measure._queue_of(threading.get_native_id())
+        return os.readlink(f"/proc/self/fd/{measure._own.queue.descriptor}")
 
-    found = [read()]
-    thread = threading.Thread(target=lambda: found.append(read()))
+    def own() -> str:
+        return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/schedstat"
+
+    found: list[bool] = [read() == own()]
+    thread = threading.Thread(target=lambda: found.append(read() == own()))
     thread.start()
     thread.join()
     child = os.fork()
     if not child:
-        os._exit(read() in found)
+        os._exit(read() != own())
     assert os.waitpid(child, 0)[1] == 0
-    assert found[0] != found[1]
+    assert found == [True, True]
+
+
+def test_no_file_of_a_thread_that_has_ended_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        thread = threading.Thread(target=measure.own_time)
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 def test_work_of_a_rehearsal_is_what_kept_its_thread_busy(monkeypatch: pytest.MonkeyPatch) -> None:
