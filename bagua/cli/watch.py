@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import subprocess
 import sys
@@ -22,16 +23,20 @@ _MARK = "watched"
 
 
 def at_start() -> None:
-    """Have this process watched from its ``init_process_group`` on."""
+    """Have this process watched from its ``init_process_group`` on. What is raised here would end the job."""
     modules = [one for name, one in sys.modules.items() if name.startswith("torch.")]
-    having = [one for one in modules if "init_process_group" in vars(one)]
+    having = [one for one in modules if "init_process_group" in getattr(one, "__dict__", ())]
+    if not having:  # a torch without torch.distributed
+        return
     initialize: Any = having[0].init_process_group
+    mark = Path(str(distribution(_NAME).locate_file(_MARK)))  # while it is on the path, which a script may change
 
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         initialize(*arguments, **options)
         from bagua.advise import watch
 
-        Path(str(distribution(_NAME).locate_file(_MARK))).touch()
+        with contextlib.suppress(OSError):  # The command, and its folder, may be gone.
+            mark.touch()
         watch()
 
     for module in having:  # Some of torch's modules have imported it from each other.
@@ -72,5 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with handled(lambda *_: None, signal.SIGINT), handled(lambda *_: process.terminate(), signal.SIGTERM):
             status = process.wait()
         if not Path(folder, _MARK).exists():
-            print("bagua watch: no process called init_process_group of torch.distributed", file=sys.stderr)
+            print(
+                "bagua watch: no process called init_process_group of torch.distributed; nor is one seen that has "
+                "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or is started with python -I or -E",
+                file=sys.stderr,
+            )
     return status if status >= 0 else 128 - status
