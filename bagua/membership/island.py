@@ -196,7 +196,7 @@ def require_same(cells: Cells, topic: str, facts: Sequence[str], what: str) -> N
         return
     here, there = first_difference(facts, theirs)
     raise errors.CollectiveMismatchError(
-        f"these islands have different {what}; that of {first}, was there first; the first difference",
+        f"these islands have different {what} than {first}, which came first; the first difference",
         call="join_islands" if topic == "job" else "with_bagua",
         expected=here,
         seen=there,

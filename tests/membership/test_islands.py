@@ -234,7 +234,7 @@ def test_another_run_is_refused_with_both_sides_named(monkeypatch):
             first.enter_context(joined(store, 1))
         with pytest.raises(CollectiveMismatchError) as caught, joined(store, 2):
             pass
-    assert "; that of head, process 7, was there first; " in caught.value.problem
+    assert " than head, process 7, which came first; " in caught.value.problem
     assert "this rank has size=2, others have size=1" in str(caught.value)
 
 
