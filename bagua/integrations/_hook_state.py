@@ -229,7 +229,7 @@ class HookState(ABC):
             A future of the bucket's buffer, which then holds the result.
         """
         flat = bucket.buffer()
-        lane = self._lane or create_lane(self.group, flat.device, blocking=True)
+        lane = self._lane or create_lane(self.group, flat.device, blocking=self.group.size > 1)
         self._lane, step = lane, self.step
         self.step += bucket.is_last()
         devices: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None

@@ -309,6 +309,11 @@ class Islands:
         self._state.samples = samples
 
     @property
+    def deals_samples(self) -> bool:
+        """Whether the islands agree on their samples."""
+        return self._state.samples is not None
+
+    @property
     def place(self) -> tuple[int, int]:
         """Rank of this process in its island, and the size of the island."""
         return self._island.rank, self._island.size

@@ -35,6 +35,8 @@ FORMS = {
     "plain": {},
     "codec": {"codec": "int4", "error_feedback": True},
     "fragments": {"fragments": 4},
+    "overlap": {"overlap": 2, "codec": "int4", "error_feedback": True},
+    "streaming": {"fragments": 2, "overlap": 1, "mix": "add"},
 }
 
 

@@ -39,6 +39,7 @@ from tests.membership.training import (
     ends_of_each_fault,
     fall_silent,
     joined,
+    made,
     new_model,
     new_store,
     run,
@@ -83,12 +84,13 @@ def test_several_buckets_are_exchanged_one_after_the_other():
     assert all(torch.equal(here, there) for here, there in zip(first, second, strict=True))
 
 
-def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing():
+@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco, beside training"])
+def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing(algorithm):
     """They all have the exchange with it, or all without it; then they go on."""
     seen = set()
     steps = (0, 2 * PERIOD, 4 * PERIOD)
-    for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, lambda one: wrapped(one, "local_sgd"), steps)):
-        contributed = check_rows("local_sgd", survivors(ends))
+    for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, lambda one: wrapped(one, algorithm), steps)):
+        contributed = check_rows(algorithm, survivors(ends))
         assert contributed[-1] == (0, 2)
         seen.add(tuple(contributed[:2]))
     assert len(seen) > 2
@@ -265,7 +267,8 @@ def outer_with(reducer, *, hierarchical=False):
     [
         (Algorithm.init("gradient_allreduce"), "gradients would be exchanged in each step"),
         (Algorithm.init("diloco", start_after=3), "gradients would be exchanged in each step"),
-        (Algorithm.init("diloco", overlap=1), "newcomers come in when nothing is on its way"),
+        (Algorithm.init("diloco", sync_every=8, fragments=2, overlap=4), "something always is"),
+        (Algorithm.init("diloco", eager=True), "newcomers come in when nothing is on its way"),
         (outer_with(EF21(AllGatherReducer(Float16()))), "a sum over those who took part before: total"),
         (outer_with(EF21(PowerSGDReducer(2)), hierarchical=True), "who took part before: total"),
         (
@@ -429,7 +432,7 @@ def test_the_mean_is_that_of_all_members(algorithm, several):
         with together(store, 2) if several else joined(store, 2) as islands:
             model = normalized(islands.seat)
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-            model = with_bagua(model, optimizer, Algorithm.init(algorithm, **ALGORITHMS[algorithm]), between=islands)
+            model = with_bagua(model, optimizer, made(algorithm), between=islands)
 
             data = samples(islands.seat + 2 * islands.place[0])
 

@@ -39,6 +39,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every": PERIOD, "outer_lr": 0.7, "outer_momentum": 0.9},
     "local_sgd": {"sync_every": PERIOD},
     "slowmo": {"sync_every": PERIOD, "beta": 0.5},
+    "diloco, beside training": {"sync_every": PERIOD, "overlap": 1, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 
 
@@ -133,11 +134,16 @@ def batch(seat: int, rank: int = 0) -> torch.Tensor:
     return torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4) + rank / 8
 
 
+def made(algorithm: str) -> Algorithm:
+    """One of ``ALGORITHMS``, or another one by its name."""
+    return Algorithm.init(algorithm.partition(",")[0], **ALGORITHMS.get(algorithm, {}))
+
+
 def wrapped(
     islands: Islands, algorithm: str | Algorithm = "diloco", momentum: float = 0.0, **options: Any
 ) -> torch.nn.Module:
     """The model of this rank; in float64 where an island has several, whose sums are then near those of plain torch."""
-    chosen = Algorithm.init(algorithm, **ALGORITHMS.get(algorithm, {})) if isinstance(algorithm, str) else algorithm
+    chosen = made(algorithm) if isinstance(algorithm, str) else algorithm
     rank, ranks = islands.place
     model = new_model(islands.seat + 10 * rank).to(torch.float64 if ranks > 1 else torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
@@ -247,9 +253,9 @@ def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int)
     optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
     found = []
     for seats in contributed:
-        ends = [inner_steps(anchor, seat, ranks) for seat in seats]
+        ends = [inner_steps(anchor, seat, ranks, PERIOD - ALGORITHMS[algorithm].get("overlap", 0)) for seat in seats]
         difference = torch.stack([anchor - end for end in ends]).mean(0)
-        if algorithm == "diloco":
+        if algorithm.startswith("diloco"):
             outer.grad = difference
             optimizer.step()
             anchor = outer.detach().clone()
@@ -262,11 +268,11 @@ def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int)
     return found
 
 
-def inner_steps(anchor: torch.Tensor, seat: int, ranks: int = 1) -> torch.Tensor:
-    """The weights of an island at the end of a period; it is one process here, with the batches of its ranks."""
+def inner_steps(anchor: torch.Tensor, seat: int, ranks: int = 1, steps: int = PERIOD) -> torch.Tensor:
+    """The weights of an island after so many steps; it is one process here, with the batches of its ranks."""
     weights = anchor.clone()
     data = torch.cat([batch(seat, rank) for rank in range(ranks)]).to(anchor.dtype) / ranks**0.5
-    for _ in range(PERIOD):
+    for _ in range(steps):
         weights = weights - RATE * 2 * (data @ weights.T).T @ data
     return weights
 

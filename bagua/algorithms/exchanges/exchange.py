@@ -154,9 +154,10 @@ class Exchange:
         >>> Exchange(Weights(), Every(8), Mean(), Replace()).at
         'stepped'
 
-    Points of a step, in this order: ``safe``: a training forward begins. ``backward begins``: the first gradient is
-    there. ``bucket ready``: all gradients of a bucket are. ``bucket stepped``: right after local actions at
-    ``bucket ready``. ``backward ends``. ``stepped``: the optimizers have stepped.
+    Points of a step, in this order: ``safe``: a training forward begins; a local action there waits until nothing is
+    under way. ``backward begins``: the first gradient is there. ``bucket ready``: all gradients of a bucket are.
+    ``bucket stepped``: right after local actions at ``bucket ready``. ``backward ends``. ``stepped``: the optimizers
+    have stepped.
     """
 
     what: What | None

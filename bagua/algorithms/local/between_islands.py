@@ -187,6 +187,10 @@ class OverIslands(WithInner):
         check_flags(elastic=self.elastic, sharded=self.sharded)
         for one in self.inner.every_exchange():
             _check(one, elastic=self.elastic)
+            if one.lag and (self._period or self.islands.deals_samples):
+                what, cure = ("steps", "pace='equal'") if self._period else ("samples", "no ElasticSampler")
+                problem = f"members agree on the {what} of each, which go on while an exchange is under way"
+                raise _refused(problem, one, f"Use overlap=0, or {cure}.")
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
@@ -240,8 +244,10 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
     if "gradients" in exchange.needs and not elastic:
         advice = "Pass elastic=True, or use diloco without start_after."
         raise _refused("gradients would be exchanged in each step", exchange, advice)
-    if exchange.lag:
-        raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
+    most = exchange.when.steps // exchange.parts.n - 1
+    if exchange.lag > max(most, 0):
+        advice = f"Use overlap={most} or less: less than sync_every / fragments." if most > 0 else "Use overlap=0."
+        raise _refused("newcomers come in when nothing is on its way, and something always is", exchange, advice)
 
 
 def _tell(purpose: str, own: Announced, communicator: Communicator) -> dict[int, Announced]:

@@ -63,7 +63,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         outer_momentum: its momentum, from 0 and less than 1; None for 0.6, from 500 steps on for 0.9.
         fragments: parts of the model that are exchanged one after the other.
         fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size.
-        overlap: steps from the start of an exchange to its end; less than ``sync_every``.
+        overlap: steps from the start of an exchange to its end; less than ``sync_every``, and between islands less than
+            ``sync_every / fragments``, because newcomers come in when nothing is under way.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
         mix: ``blend``, or ``add``: what was learned meanwhile is added to the anchor, so that nothing of it is lost.
         eager: each rank steps with its own part of ``D`` at once, and with those of the others ``sync_every`` steps

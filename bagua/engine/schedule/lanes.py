@@ -123,7 +123,7 @@ def create_lane(group: ProcessGroup, device: torch.device, *, blocking: bool) ->
     preferred = group.global_communicator.executor
     if device.type == "cuda" and preferred == "stream":
         return StreamLane(group, device)
-    if group.size == 1 or (preferred == "caller" and not blocking):
+    if not blocking and (group.size == 1 or preferred == "caller"):
         return Lane(group)
     return ThreadLane(group)
 
@@ -182,7 +182,9 @@ class ModelLanes:
         together = [one for one in sent if one not in apart]
 
         def made(on: ProcessGroup, members: Sequence[Exchange]) -> dict[torch.device, list[Lane]]:
-            waits = on.size > 1 and any(blocks(one, on) for one in members)
+            # A rank alone waits for others where it is an island.
+            beside = [one for one in members if on.size > 1 or (one.lag and one.how is not None and one.how.alone)]
+            waits = any(blocks(one, on) for one in beside)
             return {device: [create_lane(on, device, blocking=waits)] for device in devices}
 
         lanes = {one.label: made(self._group_of(group, one.label), [one]) for one in apart}

@@ -322,7 +322,12 @@ class Scheduler:
             self._was_safe = clock.step
             for course in self._sometimes:
                 course.begin(clock)
-            self._reach("safe", clock)
+            agenda = self._agendas["safe"]
+            self._fold(agenda, clock)
+            under_way = any(course.flights for course in self._first)
+            for course in agenda.starts:
+                if course.due and not (under_way and course.exchange.how is None):
+                    course.set_off(clock)
 
     def begin(self, clock: Clock) -> None:
         """A synchronized backward pass starts."""
