@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ DDP = "ddp"
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 #: Nobody changes a script for less.
 WORTH_IT = 0.95
+#: Options with which trainings reached their loss first; see ``benchmarks/time_to_loss``.
+RECIPES: dict[str, dict[str, Any]] = {"local_sgd": {"sync_every": 8, "codec": "int4"}}
 #: A rehearsal computes what each rank sends: among more ranks it takes minutes.
 _MOST_RANKS = 64
 
@@ -94,6 +97,7 @@ class Advice:
 
     def _line(self, one: Prediction) -> str:
         remarks = [] if one.keeps_equal else ["ranks differ"]
+        remarks += [shown(one.name)] if one.name in RECIPES else []
         remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
         interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
         return (
@@ -110,7 +114,7 @@ class Advice:
             text = f"Take {best.name}: a step takes {self._part(best)} of DDP's time."
         if free not in (best, self.ddp):
             text += (
-                f" If ranks may differ between exchanges, {free.name} takes {self._part(free)}; "
+                f" If ranks may differ between exchanges, {shown(free.name)} takes {self._part(free)}; "
                 "its loss depends on its options, so compare losses before you take it."
             )
         if self.outside:
@@ -132,13 +136,37 @@ class Advice:
         best = self.fastest(may_differ=may_differ)
         found = {
             "algorithm": "gradient_allreduce" if best.name == DDP else best.name,
-            "options": {},
+            "options": RECIPES.get(best.name, {}),
             "hosts": self.cluster.hosts,
             "ranks_per_host": self.cluster.ranks_per_host,
             "link": str(self.cluster.link),
             "step_s": {one.name: one.step_s for one in self.predictions},
         }
         Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def shown(name: str) -> str:
+    """An algorithm, and the options of its recipe.
+
+    Example:
+        >>> print(shown("bytegrad"), shown("local_sgd"), sep="; ")
+        bytegrad; local_sgd (sync_every=8, codec='int4')
+    """
+    return f"{name} ({_options(name)})" if name in RECIPES else name
+
+
+def asked_for(name: str) -> str:
+    """How a script asks for it.
+
+    Example:
+        >>> print(asked_for("bytegrad"), asked_for("local_sgd"), sep="; ")
+        'bytegrad'; bagua.algorithms.Algorithm.init('local_sgd', sync_every=8, codec='int4')
+    """
+    return f"bagua.algorithms.Algorithm.init({name!r}, {_options(name)})" if name in RECIPES else repr(name)
+
+
+def _options(name: str) -> str:
+    return ", ".join(f"{option}={value!r}" for option, value in RECIPES[name].items())
 
 
 def _seconds(seconds: float) -> str:
@@ -180,7 +208,7 @@ def rehearse_all(
             continue
         tell(f"rehearsing {name}")
         try:
-            found.append(rehearse(Algorithm.init(name), facts, sizes, name=name))
+            found.append(rehearse(Algorithm.init(name, **RECIPES.get(name, {})), facts, sizes, name=name))
         except BaguaError as error:
             refusals[name] = f"{error.problem}. {error.advice}".removesuffix(". ")
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered

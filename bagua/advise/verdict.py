@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bagua.advise.advice import WORTH_IT, rehearse_all
+from bagua.advise.advice import WORTH_IT, asked_for, rehearse_all, shown
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import LEAST_STEPS, StepMeter, own_time
 from bagua.advise.network import Cluster
@@ -274,7 +274,7 @@ def predictions(facts: ModelFacts, cluster: Cluster, step_s: float) -> list[str]
     if not better:
         return ["No algorithm that was tried is 5 % faster."]
     texts = [
-        f"{one.name}: {step_s / one.step_s:.1f}x ({step_s / one.high_s:.1f} to {step_s / one.low_s:.1f})"
+        f"{shown(one.name)}: {step_s / one.step_s:.1f}x ({step_s / one.high_s:.1f} to {step_s / one.low_s:.1f})"
         + ("" if one.keeps_equal else ", loss depends on its options and the learning rate")
         for one in better
     ]
@@ -282,5 +282,5 @@ def predictions(facts: ModelFacts, cluster: Cluster, step_s: float) -> list[str]
     return [
         f"As fast as a link of {rate:.0f} Mbit/s. Expected there:",
         *texts,
-        f'Try: model = bagua.with_bagua(model, [optimizer], "{best}")',
+        f"Try: model = bagua.with_bagua(model, [optimizer], {asked_for(best)})",
     ]

@@ -44,7 +44,7 @@ def test_the_fastest_that_keeps_ranks_equal_is_named() -> None:
     assert found.fastest().name == "bytegrad"
     assert found.fastest(may_differ=True).name == "local_sgd"
     assert "Take bytegrad: a step takes 0.50" in found.answer()
-    assert "local_sgd takes 0.20" in found.answer()
+    assert "local_sgd (sync_every=8, codec='int4') takes 0.20" in found.answer()
 
 
 def test_plain_ddp_wins_unless_another_is_clearly_faster() -> None:
@@ -111,6 +111,8 @@ def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     advice().save(file)
     assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
     assert json.loads(file.read_text())["step_s"] == {"ddp": 1.0}
+    advice(prediction("local_sgd", 0.5, equal=False)).save(file, may_differ=True)
+    assert Algorithm.init("auto") == Algorithm.init("local_sgd", codec="int4")
 
 
 def test_auto_without_advice_is_plain_ddp_and_says_so(
