@@ -6,6 +6,8 @@ anywhere: torch documents these functions.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,9 +91,8 @@ def do_not_compile(*functions: Callable[..., Any], inside: bool = False) -> None
             function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable sets it
 
 
-def profiling() -> bool:
-    """Whether a profiler of torch runs. A range costs microseconds also if none does."""
-    return torch.autograd.profiler._is_profiler_enabled
+#: Whether a profiler of torch runs. A range costs microseconds also if none does, and each call asks: without Python.
+profiling: Callable[[], bool] = functools.partial(operator.attrgetter("_is_profiler_enabled"), torch.autograd.profiler)
 
 
 def profiler_range(name: str) -> Callable[[], None]:

@@ -149,6 +149,7 @@ def hivemind(
     """Hivemind's Optimizer with local updates, and means of weights in 16 or 8 bits."""
     package, compression = importlib.import_module("hivemind"), importlib.import_module("hivemind.compression")
     multiprocessing.current_process().daemon = False  # Its network is a process, and a daemon may start none.
+    multiprocessing.set_start_method("fork", force=True)  # It has locks, which go nowhere otherwise.
     kind = compression.Float16Compression if bits == 16 else compression.Uniform8BitQuantization
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     maddrs = [f"/ip4/{own_address()}/tcp/0"]
@@ -165,7 +166,7 @@ def hivemind(
         use_local_updates=True,
         delay_state_averaging=False,
         matchmaking_time=wait,
-        averaging_timeout=PATIENCE_S,
+        averaging_timeout=PATIENCE_S / 6,  # Now and then ranks find no group, and go on without.
         state_averaging_compression=kind(),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2},
     )
