@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +29,12 @@ _LATE = COLUMNS.index("late")
 _SUMS = ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")
 #: Who keeps others waiting for less than this part of their time is not late: the table shows whole percents.
 _LEAST_WAIT = 0.01
-#: Seconds in which somebody must listen at the address, and in which that must turn out to be the store of a job.
-_LISTENS_S, _JOINS_S = 2.0, 2.5
+#: Seconds in which the address must turn out to be that of a store.
+_FOUND_S = 2.0
+#: Requests of torch's ``TCPStore``: who asks has to give its magic number first.
+_VALIDATE, _MAGIC, _CHECK = 0, 0x3C85F7CE, 5
+#: Its answers to ``_CHECK``.
+_THERE, _NOT_THERE = b"\0", b"\1"
 #: A beat is a matter of the past after so many seconds.
 _STALE_S = 10.0
 #: The store of a job that was seen is given up after so many seconds: its host may be stopped.
@@ -62,15 +67,18 @@ def main(arguments: Sequence[str]) -> int:
     if not host or not port.isdigit() or int(port) > _LAST_PORT:
         parser.error(f"expected HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, got {parsed.store}")
     print(f"looking for a job at {parsed.store}", file=sys.stderr)
+    found = False
     try:
-        beats = _find(host.strip("[]"), int(port))
-        if not beats.read_within(_JOINS_S):
+        if not _has_ranks(host.strip("[]"), int(port)):
             print(
                 f"bagua top: no rank has said anything at {parsed.store}. The first word of a rank takes a second; "
                 "a job of one rank says nothing."
             )
             return 1
-        _show(beats, parsed.interval, once=parsed.once)
+        found = True
+        with env.with_defaults({"TORCH_CPP_LOG_LEVEL": "FATAL"}):  # Else torch has pages to say when the job ends.
+            from bagua.comm import connect_beats
+        _show(connect_beats(host.strip("[]"), int(port)), parsed.interval, once=parsed.once)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:  # Who reads the table has seen enough. Python writes the rest when it ends.
@@ -78,18 +86,32 @@ def main(arguments: Sequence[str]) -> int:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 0
     except (RuntimeError, OSError) as error:
-        print(f"bagua top: no job answers at {parsed.store}: {str(error).splitlines()[0]}", file=sys.stderr)
-        print("On one machine, a launcher takes any free port unless it gets --master-port.", file=sys.stderr)
+        what = "the job has ended, or answers no more," if found else "no job answers"
+        print(f"bagua top: {what} at {parsed.store}: {str(error).splitlines()[0]}", file=sys.stderr)
+        if not found:
+            print("On one machine, a launcher takes any free port unless it gets --master-port.", file=sys.stderr)
         return 1
     return 0
 
 
-def _find(host: str, port: int) -> Beats:
-    """The beats of the job at an address. The import of torch takes seconds, so it waits until somebody listens."""
-    socket.create_connection((host, port), _LISTENS_S).close()
-    with env.with_defaults({"TORCH_CPP_LOG_LEVEL": "FATAL"}):  # Else torch has pages to say of who is no store.
-        from bagua.comm import connect_beats
-    return connect_beats(host, port, _JOINS_S)
+def _has_ranks(host: str, port: int) -> bool:
+    """Whether rank 0 of a job has left its beat in the store at an address.
+
+    Asked without torch: its import takes seconds, and so does its client with somebody who is no store.
+    """
+    token = env.token()
+    key = f"{'/' if token else ''}{token}/bagua/beat/0".encode()
+    until = time.monotonic() + _FOUND_S
+    with socket.create_connection((host, port), _FOUND_S) as store:
+        store.sendall(struct.pack(f"=BIBQQ{len(key)}s", _VALIDATE, _MAGIC, _CHECK, 1, len(key), key))
+        store.settimeout(max(until - time.monotonic(), 0.1))
+        try:
+            answer = store.recv(1)
+        except TimeoutError:
+            raise TimeoutError(f"who listens there gives no answer within {_FOUND_S:g} s") from None
+    if answer not in (_THERE, _NOT_THERE):
+        raise ConnectionError("who listens there is no store")
+    return answer == _THERE
 
 
 def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
