@@ -30,8 +30,8 @@ USAGE = """\
 baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
 
   baguarun --nproc 2 train.py --epochs 3                         on this machine
-  baguarun --nnodes 2 --nproc 8 --rdzv_backend c10d \\
-           --rdzv_endpoint host0:29400 train.py                  the same command on each of two machines
+  baguarun --nnodes 2 --node-rank 0 --nproc 2 --master-addr 10.0.0.1 \\
+           --master-port 29500 train.py                          on two machines: on the second, --node-rank 1
   baguarun --serve-islands host0:29600                           keep the store where islands meet, until Ctrl-C
 
 """
@@ -86,6 +86,7 @@ def _start(given: list[str]) -> int:
     try:
         store = _served_by_us(job)
         with (
+            _meeting(job),
             flight_folder() as folder,
             env.with_defaults({**threads, "BAGUA_FLIGHT_DIR": folder, "BAGUA_LAUNCHER": "1"}),
         ):
@@ -151,6 +152,21 @@ def _served_by_us(job: Namespace) -> object:
     store, job.master_port = serve_store(job.master_addr, job.master_port or 0, shared=True)
     job.rdzv_id = str(uuid.uuid4()) if job.rdzv_id == "none" else job.rdzv_id
     return store
+
+
+@contextlib.contextmanager
+def _meeting(job: Namespace) -> Iterator[None]:
+    """Say where the machines of a job meet, and let Ctrl-C end the wait for them.
+
+    Torch waits in C++, where Python hears no signal. When ranks run, torch has handlers of its own.
+    """
+    if job.nnodes in ("1", "1:1"):
+        yield
+        return
+    where = job.rdzv_endpoint or f"{job.master_addr}:{job.master_port}"
+    print(f"baguarun: the script starts when all machines (--nnodes {job.nnodes}) have met at {where}", file=sys.stderr)
+    with handled(signal.SIG_DFL, signal.SIGINT):
+        yield
 
 
 @contextlib.contextmanager
