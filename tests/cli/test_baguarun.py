@@ -2,11 +2,15 @@
 
 import os
 import runpy
+import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import until
 from tests.interpreters import interpreter
 from tests.launching import free_port
 
@@ -42,6 +46,40 @@ def test_a_failed_script_is_an_exit_status_and_names_the_rank(tmp_path):
     assert done.returncode == 1
     assert "baguarun: rank 1 ended too early, with exit status 3" in done.stderr
     assert "torch/distributed" not in done.stderr
+
+
+def test_a_start_that_fails_is_told_in_the_summary(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import bagua\nbagua.init_process_group(backend='carrier pigeon')\n")
+    done = run("--nproc", "2", str(script))
+    assert done.returncode == 1
+    assert "failed: TransportUnavailableError: there is no backend" in done.stderr, done.stderr
+
+
+def test_an_error_names_its_rank_once_on_each_line(tmp_path):
+    """The start of torch puts a hook of its own around ours."""
+    script = tmp_path / "fails.py"
+    script.write_text("import bagua\nbagua.init_process_group()\nraise ValueError('no such file')\n")
+    said = run("--nproc", "2", str(script)).stderr
+    assert "[rank1]: ValueError: no such file" in said
+    assert "[rank1]: [rank1]:" not in said
+
+
+def test_who_waits_for_another_machine_says_so_and_hears_ctrl_c():
+    port = str(free_port())
+    first = f"--nnodes 2 --node-rank 0 --master-port {port} train.py"
+    command = [sys.executable, "-m", "bagua.cli.baguarun", *first.split()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as waiting:
+        until(lambda: _listens(int(port)))
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == -signal.SIGINT
+    assert f"have met at 127.0.0.1:{port}" in said
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("flags", [(), ("--standalone",), ("--master-port", str(free_port()))])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -100,6 +101,7 @@ class WorldHolder:
     def __init__(self) -> None:
         self.process_world: World | None = None
         self.exit_registered = False
+        self._hook: Callable[..., object] | None = None
         self.context: contextvars.ContextVar[World | None] = contextvars.ContextVar("bagua_world", default=None)
         #: Whether the calling thread is a rank of its own, on any transport.
         self.thread_is_rank: contextvars.ContextVar[bool] = contextvars.ContextVar("bagua_rank", default=False)
@@ -121,8 +123,17 @@ class WorldHolder:
         if world is not None and not self.exit_registered:
             self.exit_registered = True
             atexit.register(self._close_at_exit)
-            if (error_file := env.error_file()) is not None:
-                report_uncaught(world.group.ranks[world.group.rank], error_file)
+            self.report(world.group.ranks[world.group.rank], backend)
+
+    def report(self, rank: int, backend: str | None) -> None:
+        """Have the error that ends this process, if it is ``rank``, told to the launcher."""
+        if self.is_thread(backend) or (error_file := env.error_file()) is None:
+            return
+        if self._hook is None:
+            report_uncaught(rank, error_file)
+            self._hook = sys.excepthook
+        elif getattr(sys.excepthook, "__module__", "").startswith("torch."):
+            sys.excepthook = self._hook  # Torch's, which its start has put around ours, would name the rank once more.
 
     def _close_at_exit(self) -> None:
         world, self.process_world = self.process_world, None

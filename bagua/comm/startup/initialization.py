@@ -25,6 +25,7 @@ from bagua.comm.store.asking import meeting
 from bagua.comm.store.beats import Beats
 from bagua.comm.store.keys import missing_keys
 from bagua.comm.torch_private import default_store
+from bagua.comm.transports.failure.notices import own_address
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -115,6 +116,7 @@ def init_process_group(
         store = default_store()
     else:
         rank, world_size = resolve_rank(rank, world_size)
+        holder.report(rank, backend)  # The start may fail, too.
         store = connect(rank, world_size, timeout_s) if store is None else store
     ranks = range(world_size)
     store = fresh(store, rank, ranks, timeout_s)
@@ -186,5 +188,6 @@ def _without_torch(
         timeout_s=timeout_s,
         advice="Look first at the output of the ranks that did not come."
         if missing
-        else "Set GLOO_SOCKET_IFNAME to a network interface over which the ranks reach each other.",
+        else "Set GLOO_SOCKET_IFNAME to the network interface over which the hosts reach each other. "
+        f"This rank told the others {own_address()}; here are {', '.join(name for _, name in socket.if_nameindex())}.",
     )
