@@ -165,4 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("interrupted; all processes have ended", file=sys.stderr)
             status = INTERRUPTED
     print("\n".join([*answer, "", *describe_machine(), "", *describe_transports(), *timings]))
+    if status == 0:
+        print("\nnext: bagua demo trains here, and baguarun --nproc 2 train.py starts your script")
     return status

@@ -343,6 +343,6 @@ def warn_of_equal_gradients(digests: Sequence[str], rank: int) -> None:
     if rank == 0 and len(digests) > 1 and digests[0] and len(set(digests)) == 1:
         _log.warning(
             "all %d ranks computed the same gradient in the first step: does each read its own part of the data? "
-            "Use torch.utils.data.distributed.DistributedSampler.",
+            "bagua.distributed_loader(loader) sees to that.",
             len(digests),
         )
