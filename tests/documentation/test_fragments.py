@@ -1,4 +1,4 @@
-"""Python code on pages is run: as a doctest by Sphinx, here, or as the complete script at the end of its page."""
+"""Python code on pages is run: as a doctest by Sphinx, here, or as a complete script that its page shows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ RUN = (
     "troubleshooting",
     "watch_a_run",
 )
-#: Pages with a complete script, which other tests run.
-WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_torchft", "use_transformers")
+#: Pages with complete scripts, which other tests run.
+WITH_SCRIPT = {
+    "use_ddp": ("use_ddp",),
+    "use_ray": ("use_ray", "use_ray_islands"),
+    "use_torchft": ("use_torchft",),
+    "use_trainers": ("use_accelerate", "use_lightning", "use_transformers"),
+}
 #: What must not be run: a mistake, shown as one.
 MISTAKES = ("save_and_resume",)
 #: What needs a store that somebody serves, or processes; `tests/membership`, `utilities` and `cli` do the same.
@@ -96,8 +101,10 @@ def test_every_page_with_fragments_says_who_runs_them():
 
 @pytest.mark.parametrize("page", WITH_SCRIPT)
 def test_pages_that_rely_on_a_script_show_it(page):
-    assert f"```{{literalinclude}} ../examples/{page}.py" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert (REPOSITORY / "examples" / f"{page}.py").exists()
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for script in WITH_SCRIPT[page]:
+        assert f"```{{literalinclude}} ../examples/{script}.py" in text
+        assert (REPOSITORY / "examples" / f"{script}.py").exists()
 
 
 @pytest.mark.parametrize("page", [*WITH_SCRIPT, *MISTAKES, *WITH_STORE])
