@@ -23,7 +23,6 @@ RUN = (
     "api/distributed",
     "decentralized",
     "torch_backend",
-    "troubleshooting",
     "watch_a_run",
 )
 #: Pages with complete scripts, which other tests run.
@@ -36,7 +35,7 @@ WITH_SCRIPT = {
 #: What must not be run: a mistake, shown as one.
 MISTAKES = ("save_and_resume",)
 #: What needs a store that somebody serves, or processes; `tests/membership`, `utilities` and `cli` do the same.
-WITH_STORE = ("first_script", "train_through_a_bucket", "use_islands")
+WITH_STORE = ("train_through_a_bucket", "use_islands")
 #: What needs several GPUs; `tests/integrations` does the same on the CPU.
 WITH_GPUS = ("local_updates",)
 
@@ -61,7 +60,7 @@ def surroundings(page: str) -> dict[str, Any]:
         "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
         "loss_function": torch.nn.functional.mse_loss,
     }
-    if page in ("advise", "decentralized", "troubleshooting", "watch_a_run"):
+    if page in ("advise", "decentralized", "watch_a_run"):
         bagua.init_process_group()
     if page == "decentralized":
         decentralized = importlib.import_module("bagua.torch_api.data_parallel").DecentralizedDataParallel
