@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import socket
 from typing import Any
@@ -12,16 +11,14 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api as bagua
-from bagua.advise import probe
 from bagua.torch_api.algorithms import Algorithm
 from tests.architecture.source_tree import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
 RUN = (
-    "advise",
     "api/distributed",
-    "decentralized",
+    "save_and_resume",
     "torch_backend",
     "watch_a_run",
 )
@@ -32,8 +29,6 @@ WITH_SCRIPT = {
     "use_torchft": ("use_torchft",),
     "use_trainers": ("use_accelerate", "use_lightning", "use_transformers"),
 }
-#: What must not be run: a mistake, shown as one.
-MISTAKES = ("save_and_resume",)
 #: What needs a store that somebody serves, or processes; `tests/membership`, `utilities` and `cli` do the same.
 WITH_STORE = ("train_through_a_bucket", "use_islands")
 #: What needs several GPUs; `tests/integrations` does the same on the CPU.
@@ -59,12 +54,13 @@ def surroundings(page: str) -> dict[str, Any]:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
         "loss_function": torch.nn.functional.mse_loss,
+        "folder": "checkpoint",
+        "epoch": 1,
     }
-    if page in ("advise", "decentralized", "watch_a_run"):
+    if page in ("save_and_resume", "watch_a_run"):
         bagua.init_process_group()
-    if page == "decentralized":
-        decentralized = importlib.import_module("bagua.torch_api.data_parallel").DecentralizedDataParallel
-        names["model"] = decentralized(model, lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
+    if page == "save_and_resume":
+        bagua.with_bagua(model, names["optimizer"], "diloco")
     return names
 
 
@@ -86,7 +82,6 @@ def alone(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("page", RUN)
 def test_fragments_run_in_their_order(page, alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probe, "_ROUNDS", 3)  # How fast this machine is does not matter here.
     names = surroundings(page)
     for number, fragment in enumerate(fragments(page)):
         exec(compile(fragment, f"{page}.md, fragment {number}", "exec"), names)  # it is our own text
@@ -95,7 +90,7 @@ def test_fragments_run_in_their_order(page, alone, tmp_path, monkeypatch):
 def test_every_page_with_fragments_says_who_runs_them():
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
     with_fragments = {page for page in pages if fragments(page)}
-    assert with_fragments == {*RUN, *WITH_SCRIPT, *MISTAKES, *WITH_STORE, *WITH_GPUS}
+    assert with_fragments == {*RUN, *WITH_SCRIPT, *WITH_STORE, *WITH_GPUS}
 
 
 @pytest.mark.parametrize("page", WITH_SCRIPT)
@@ -106,7 +101,7 @@ def test_pages_that_rely_on_a_script_show_it(page):
         assert (REPOSITORY / "examples" / f"{script}.py").exists()
 
 
-@pytest.mark.parametrize("page", [*WITH_SCRIPT, *MISTAKES, *WITH_STORE])
+@pytest.mark.parametrize("page", [*WITH_SCRIPT, *WITH_STORE])
 def test_fragments_that_are_not_run_are_python(page):
     for number, fragment in enumerate(fragments(page)):
         compile(fragment, f"{page}.md, fragment {number}", "exec")

@@ -114,7 +114,8 @@ def test_every_algorithm_has_a_row_and_a_section_with_its_rule(name):
     pages = [DOCS / f"{page}.md" for page in ("gradient_algorithms", "local_updates", "decentralized")]
     text = "\n## ".join(page.read_text(encoding="utf-8") for page in pages)
     (section,) = re.findall(rf"^## {name}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
-    for part in ("**Use it when**", "```{math}", "```{doctest}", "**Source.**"):
+    options = f"**Options.** {{py:class}}`bagua.algorithms.{registry.get(name).__name__}`"
+    for part in ("**Use it when**", "```{math}", options, "**Source.**"):
         assert part in section
     assert re.search(rf"^\| \[`{name}`\]\(\w+\.md#{name}\) \|", (DOCS / "algorithms.md").read_text(), re.MULTILINE)
 

@@ -27,11 +27,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def table() -> dict[str, list[str]]:
-    """What the page says: for each algorithm, the cells of its row."""
+    """What the page says: for each algorithm, the cells of its row; no algorithm has two."""
     text = PAGE.read_text(encoding="utf-8").partition("<!-- front doors -->")[2].partition("<!-- end")[0]
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {name.strip("`"): cells for name, *cells in rows}
+    named = [(name.strip("`"), cells) for names, *cells in rows for name in names.split(", ")]
+    assert len(named) == len(dict(named))
+    return dict(named)
 
 
 def answers(names: Iterable[str], enter: Callable[..., object], *ways: tuple[str, Any]) -> dict[str, str]:
@@ -50,7 +52,7 @@ def answer(name: str, enter: Callable[..., object], ways: Iterable[tuple[str, An
 
 
 def test_every_algorithm_has_a_row() -> None:
-    assert list(table()) == list(registry)
+    assert set(table()) == set(registry)
 
 
 def with_a_switch(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, process_group: Any) -> object:
