@@ -390,6 +390,26 @@ def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend, port):
         assert named
 
 
+def test_a_host_that_nobody_else_reaches_is_refused_on_all_ranks(monkeypatch):
+    """The name of many a machine stands for 127.0.1.1: one rank would fail to connect, and the other one wait."""
+    store = thread_store()
+    monkeypatch.setattr(formation, "host_identity", lambda: f"host of rank {own_rank()}")
+    monkeypatch.setattr(formation, "own_address", lambda: "10.0.0.1" if own_rank() else "127.0.1.1")
+
+    def start():
+        with pytest.raises(TransportUnavailableError) as caught:
+            init_thread(store, 2)
+        return str(caught.value)
+
+    own, told = THREADS.run(start, size=2)
+    assert own.startswith("Gloo would tell other hosts the address 127.0.1.1, which none of them reaches")
+    assert "Set GLOO_SOCKET_IFNAME" in own
+    assert told.startswith("rank 0 refused: Gloo would tell other hosts the address 127.0.1.1")
+    monkeypatch.setattr(formation, "own_address", lambda: "10.0.0.1")
+    reached = thread_store()
+    THREADS.run(lambda: init_thread(reached, 2), size=2)
+
+
 @pytest.mark.parametrize(("agreed", "tried"), [((0, 1), ["hybrid", "gloo"]), ((), ["hybrid"]), ((0,), ["hybrid"])])
 def test_ranks_go_on_to_the_next_backend_together_or_not_at_all(monkeypatch, agreed, tried):
     seen = []

@@ -7,7 +7,9 @@ shared memory that is three barriers at the store: the plan, the addresses, and 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -21,9 +23,10 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals
+from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
 from bagua.comm.store.bounded import bounded
 from bagua.comm.store.keys import behind_token
+from bagua.comm.transports.failure.notices import own_address
 from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
@@ -151,6 +154,8 @@ def plan(
     facts = {**own, **here, **abilities(use_cuda)}
     answers = gather_values(store, "init_process_group", rank, ranks, facts, timeout_s)
     _compare(answers, own, rank, ranks)
+    if len({answer["host"] for answer in answers}) > 1:
+        refuse_together(store, "addresses", rank, ranks, _unreachable(), timeout_s)
     if nodes is None:
         by_size = local_world_size >= 0
         hosts = [answer["host"] for answer in answers]
@@ -159,6 +164,19 @@ def plan(
     if backend is not None or "gloo" in choices[0][0]:
         raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
     return StartupPlan(tuple(nodes), choices, answers[0]["job"])
+
+
+def _unreachable() -> TransportUnavailableError | None:
+    """Why no other host reaches this one, if that is so: some ranks would fail, and the others wait."""
+    address = own_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        return None
+    return TransportUnavailableError(
+        f"Gloo would tell other hosts the address {address}, which none of them reaches",
+        call="init_process_group",
+        advice="Set GLOO_SOCKET_IFNAME to the network interface over which hosts reach each other. Here are "
+        f"{', '.join(name for _, name in socket.if_nameindex())}.",
+    )
 
 
 def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, ranks: Sequence[int]) -> None:
