@@ -245,7 +245,7 @@ def weigh(
         tell: is called with what is about to be done.
     """
     rehearsals, refusals = rehearse_all(facts, cluster, names, tell)
-    tell("measuring calls on this machine")
+    tell("measuring calls on this machine, for about 20 s")
     machine = machine or probe_machine()
     found = sorted((predict(one, facts, cluster, machine) for one in rehearsals), key=lambda one: one.step_s)
     outside = outside_calibration(cluster)

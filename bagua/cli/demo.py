@@ -285,13 +285,13 @@ def named(text: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     about = "Train a byte-level language model on the source of Python's standard library, on this machine."
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="bagua demo", description=about, formatter_class=form)
+    parser = argparse.ArgumentParser(prog="bagua demo", description=about)
     add = parser.add_argument
-    add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
+    add("--nproc", type=positive, default=2, metavar="N", help="processes to start; default 2")
     add("--algorithm", type=named, metavar="NAME", help="train with this one only; without it, three are compared")
-    add("--link", type=above_zero, default=100.0, metavar="X", help="Mbit/s of each process; slowing links needs root")
-    add("--steps", type=positive, metavar="N", help="optimizer steps of each; None for what fits into a minute")
+    slow = "Mbit/s of each process; slowing links needs root; default 100"
+    add("--link", type=above_zero, default=100.0, metavar="X", help=slow)
+    add("--steps", type=positive, metavar="N", help="optimizer steps of each; default: what fits into a minute")
     return parser
 
 

@@ -71,7 +71,7 @@ def test_a_script_is_trained_for_a_while_and_ended_in_order(
     said = capsys.readouterr()
     assert "Take bytegrad" in said.out
     assert "measured 5 steps" in said.err
-    assert "rehearsing ddp\nrehearsing bytegrad\nmeasuring calls on this machine\n" in said.err
+    assert "rehearsing ddp\nrehearsing bytegrad\nmeasuring calls on this machine, for about 20 s\n" in said.err
     file = tmp_path / "advice.json"
     assert set(json.loads(file.read_text())["step_s"]) == {"ddp", "bytegrad"}
     monkeypatch.setenv("BAGUA_ADVICE", str(file))
