@@ -58,11 +58,6 @@ class ModelFacts:
         return statistics.median(self.steps_s)
 
     @property
-    def backward_ends_s(self) -> float:
-        """Seconds from the beginning of a step until the last gradient is there."""
-        return self.parameters[-1].arrival_s
-
-    @property
     def ratios(self) -> tuple[float, ...]:
         """Measured steps as multiples of the median."""
         return tuple(step / self.step_s for step in self.steps_s)

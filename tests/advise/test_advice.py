@@ -206,7 +206,7 @@ def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:
     assert [one.name[0] for one in found.parameters] == ["1", "1", "0", "0"]
     arrivals = [one.arrival_s for one in found.parameters]
     assert arrivals == sorted(arrivals)
-    assert 0 < found.backward_ends_s < found.step_s
+    assert 0 < found.parameters[-1].arrival_s < found.step_s
     assert len(found.steps_s) >= 5
     assert not first._forward_pre_hooks
 

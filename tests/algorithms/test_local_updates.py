@@ -160,6 +160,20 @@ def test_what_is_learned_during_an_exchange_of_local_sgd_is_kept(thread_ranks):
 # Against the papers.
 
 
+@pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(1), DiLoCoAlgorithm(2, overlap=1)], ids=["here", "beside"])
+def test_no_thread_waits_for_a_thread_that_waits(thread_ranks, monkeypatch, algorithm):
+    """What is waited for at once is made where that happens: in the thread that trains, or in that of the lane."""
+    allreduce, apart = bagua.comm.Communicator.allreduce, set()
+
+    def note(self, tensor, *arguments, async_op=False, **options):
+        apart.add(async_op)
+        return allreduce(self, tensor, *arguments, async_op=async_op, **options)
+
+    monkeypatch.setattr(bagua.comm.Communicator, "allreduce", note)
+    thread_ranks(2, train, algorithm)
+    assert apart == {False}
+
+
 def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_ranks):
     beta, alpha, every = 0.5, 0.8, 3
 

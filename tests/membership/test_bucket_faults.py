@@ -33,6 +33,11 @@ pytestmark = [needs_obstore, pytest.mark.threads]
 SIZE, STEPS = 3, 3 * PERIOD
 
 
+def is_of_exchange(name: str) -> bool:
+    """Whether an object is a contribution, and no part of a state."""
+    return name.startswith("objects/") and not name.startswith("objects/state-")
+
+
 class Fault:
     """Ends one island, or stops it until the others are at their end, at one of its requests in the second period.
 
@@ -57,10 +62,9 @@ class Fault:
 
     def is_counted(self, name: str) -> bool:
         """Whether a request belongs to training: contributions are put and got in a thread of their own."""
-        is_of_exchange = name.startswith("objects/") and not name.startswith("objects/state-")
         thread = threading.current_thread()
         trains = self._thread == thread.ident or thread.name.startswith("bagua-solo")  # beside training
-        return self._islands is not None and (trains or is_of_exchange)
+        return self._islands is not None and (trains or is_of_exchange(name))
 
     def hook(self, kind: str, name: str, moment: str) -> None:
         if self._dead:
@@ -136,10 +140,13 @@ class DiesAfterItsPut(Fault):
     def __init__(self) -> None:
         super().__init__(-1, "after", wakes=False)
         self.dead: set[int] = set()
+        self._puts = 0
 
     def hook(self, kind: str, name: str, moment: str) -> None:
-        if (kind, moment) == ("put", "after") and self.is_counted(name) and threading.get_ident() != self._thread:
-            self.at = self.count
+        if (kind, moment) == ("put", "after") and self.is_counted(name) and is_of_exchange(name):
+            self._puts += 1
+            if self._puts == 3:  # Before its contribution it puts what a barrier tells, and what it is for.
+                self.at = self.count
         super().hook(kind, name, moment)
 
     def fell_silent(self, seat: int) -> None:

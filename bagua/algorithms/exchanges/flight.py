@@ -92,11 +92,13 @@ class Flight:
         taken: memory like ``flat`` that it has until it is over.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
+        at_once: True if ``How.run`` is waited for as soon as it returns, so that it need not return a ``Work``.
     """
 
     __slots__ = (
-        *("_memory", "_supply", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost", "memory"),
-        *("model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled", "wait", "what"),
+        *("_memory", "_supply", "at_once", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost"),
+        *("memory", "model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled"),
+        *("wait", "what"),
     )
 
     def __init__(
@@ -115,6 +117,7 @@ class Flight:
         what: Any = None,
         prepared: Any = None,
         wait: Callable[[], object],
+        at_once: bool = False,
     ) -> None:
         self.step, self.t, self.round = step, t, round
         self.loss_scale = loss_scale
@@ -134,7 +137,7 @@ class Flight:
         self.sent: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
         self.prepared = prepared
-        self.wait = wait
+        self.wait, self.at_once = wait, at_once
 
     def delay(self) -> None:
         """Write ``flat`` when it is read for the first time, if it ever is."""

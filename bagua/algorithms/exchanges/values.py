@@ -15,7 +15,7 @@ from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
-from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum, through_leaders
+from bagua.primitives import State, SumReducer, has_two_levels, on_leaders, through_leaders
 
 if TYPE_CHECKING:
     from bagua.algorithms.exchanges.exchange import Exchange
@@ -183,7 +183,11 @@ class Sum(How):
 
     def blocking(self, group: ProcessGroup, prepared: object) -> bool:
         """Only with several calls, one after the other."""
-        return self.reducer is not None or self.hierarchical or self.over == "between"
+        return self.reducer is not None or self.over == "between" or bool(prepared)
+
+    def prepare(self, group: ProcessGroup) -> bool:
+        """Whether hosts matter."""
+        return self.hierarchical and has_two_levels(group)
 
     def scale(self, group: ProcessGroup) -> float:
         """That of as many contributions as there are ranks, or ranks of this host, or hosts like this one."""
@@ -198,29 +202,22 @@ class Sum(How):
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
         if self.over == "inside":
-            return self._sum(flight, group.intra_node_communicator)
+            return self._sum(flight, group.intra_node_communicator, wait=flight.at_once)
         if self.over == "between":
             through_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
             return None
-        if self.reducer is None:
-            return allreduce_sum(flight.flat, group, hierarchical=self.hierarchical, async_op=True)
-        self._begin(flight)
-        if flight.lost is not None:
-            self.reducer.reduce(flight.flat, group.global_communicator, flight.memory, flight.lost)
-        else:
-            reducer_sum(flight.flat, group, self.reducer, flight.memory, hierarchical=self.hierarchical)
-        flight.memory.clear_padding(flight.flat)
-        return None
+        by_host = self.prepare(group) if flight.prepared is None else flight.prepared
+        if by_host:
+            on_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
+            return None
+        return self._sum(flight, group.global_communicator, wait=flight.at_once)
 
-    def _begin(self, flight: Flight) -> None:
-        flight.memory.step, flight.memory.loss_scale = flight.step, flight.loss_scale
-
-    def _sum(self, flight: Flight, communicator: Communicator, *, wait: bool = False) -> Work | None:
+    def _sum(self, flight: Flight, communicator: Communicator, *, wait: bool) -> Work | None:
         """Sum over the ranks of ``communicator``; a single one loses nothing to a reducer, but for its momentum."""
         if self.reducer is None or (communicator.size == 1 and not self.reducer.alone):
             return communicator.allreduce(flight.flat, async_op=not wait)
-        self._begin(flight)
-        self.reducer.reduce(flight.flat, communicator, flight.memory)
+        flight.memory.step, flight.memory.loss_scale = flight.step, flight.loss_scale
+        self.reducer.reduce(flight.flat, communicator, flight.memory, flight.lost)
         flight.memory.clear_padding(flight.flat)
         return None
 
