@@ -145,6 +145,33 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
     assert check_rows("diloco", survivors(ends)) == [(0, 1, 2), (0, 2), (0, 2)]
 
 
+def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
+    """It loses what it learned since its last exchange; the others lose nothing."""
+    over, store = threading.Event(), new_store()
+
+    def island():
+        with contextlib.suppress(LeftOutError), joined(store, 3) as islands:
+            model = wrapped(islands, "diloco")
+            (optimizer,) = model.bagua_optimizers
+
+            def stop(step):
+                if islands.seat == 1 and step == PERIOD + 1:
+                    fall_silent(islands)
+                    assert over.wait(60)
+                elif step == 2 * PERIOD + 1:
+                    over.set()
+                    until(lambda: islands.rest() or 3 in islands.members().in_epoch)
+
+            return train(islands, model, 5 * PERIOD, stop)
+        model.bagua_close()
+        with joined(store, 3) as islands:
+            with_bagua(model, optimizer, made("diloco"), between=islands)
+            return train(islands, model, 5 * PERIOD)
+
+    rows = run(3, island)
+    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2), *[(0, 2, 3)] * 3]
+
+
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
     inside, left = threading.Event(), threading.Event()
 
