@@ -109,6 +109,7 @@ def torchft_manager(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     if rank == 0:
         served = importlib.import_module("torchft.coordination").LighthouseServer
         lighthouse = served(bind=f"{here}:0", min_replicas=size, join_timeout_ms=60_000)
+    socket.gethostname = lambda: here  # Its states are served under this name, which all hosts of the lab share.
     where = said_by_first(f"http://{here}:{lighthouse.address().rpartition(':')[2]}" if lighthouse else "")
     store = torch.distributed.TCPStore(here, 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=PATIENCE_S)

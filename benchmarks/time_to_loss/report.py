@@ -59,7 +59,7 @@ class Question:
 
     hosts: int = 2
     steps: int = 400
-    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    rates: tuple[float, ...] = (125e-6, 25e-5, 5e-4)
     tuning_seed: int = 5
     seeds: tuple[int, ...] = (0, 1)
     shape: str = SHAPE
