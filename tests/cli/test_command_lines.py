@@ -121,7 +121,8 @@ def test_a_launcher_whose_port_is_taken_says_so_in_one_line(monkeypatch, capsys)
 
     launch_by(refuse, monkeypatch)
     assert baguarun.main(["--nnodes", "2", "--master-port", "1", "train.py"]) == 1
-    (said,) = capsys.readouterr().err.splitlines()
+    meets, said = capsys.readouterr().err.splitlines()
+    assert meets.endswith("when all machines (--nnodes 2) have met at 127.0.0.1:1")
     assert said.startswith("baguarun: the port is taken: pass another --master-port")
 
 

@@ -147,7 +147,7 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
 
 def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
     """It loses what it learned since its last exchange; the others lose nothing."""
-    over, store = threading.Event(), new_store()
+    over, inside, store = threading.Event(), threading.Event(), new_store()
 
     def island():
         with contextlib.suppress(LeftOutError), joined(store, 3) as islands:
@@ -161,11 +161,13 @@ def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
                 elif step == 2 * PERIOD + 1:
                     over.set()
                     until(lambda: islands.rest() or 3 in islands.members().in_epoch)
+                    assert inside.wait(60)
 
             return train(islands, model, 5 * PERIOD, stop)
         model.bagua_close()
         with joined(store, 3) as islands:
             with_bagua(model, optimizer, made("diloco"), between=islands)
+            inside.set()
             return train(islands, model, 5 * PERIOD)
 
     rows = run(3, island)
