@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.comm import Communicator, ProcessGroup
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
@@ -89,20 +89,14 @@ def hierarchical_sum(tensor: torch.Tensor, group: ProcessGroup) -> None:
     on_leaders(tensor, group, lambda total, leaders: leaders.allreduce(total))
 
 
-def allreduce_sum(
-    tensor: torch.Tensor, group: ProcessGroup, *, hierarchical: bool = False, async_op: bool = False
-) -> Work | None:
+def allreduce_sum(tensor: torch.Tensor, group: ProcessGroup, *, hierarchical: bool = False) -> None:
     """Sum ``tensor`` over all ranks of ``group``, in place, bitwise identically everywhere.
 
     Args:
         tensor: equal in dtype and number of elements on all ranks.
         group: the ranks that take part.
         hierarchical: inside each host first, then between hosts, then inside again; see
-            ``hierarchical_sum``. Blocks, whatever ``async_op`` says.
-        async_op: return a ``Work`` at once.
-
-    Returns:
-        A ``Work`` if the sum is still under way, else None.
+            ``hierarchical_sum``.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -111,10 +105,7 @@ def allreduce_sum(
         >>> tensor
         tensor([1., 1., 1.])
     """
-    if hierarchical and has_two_levels(group):
-        hierarchical_sum(tensor, group)
-        return None
-    return group.global_communicator.allreduce(tensor, async_op=async_op)
+    _between(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
 
 
 def scatter_gather_sum(

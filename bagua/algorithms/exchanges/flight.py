@@ -92,11 +92,11 @@ class Flight:
         taken: memory like ``flat`` that it has until it is over.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
-        at_once: True if ``How.run`` is waited for as soon as it returns, so that it need not return a ``Work``.
+        awaited: True if ``How.run`` is waited for as soon as it returns, so that it need not return a ``Work``.
     """
 
     __slots__ = (
-        *("_memory", "_supply", "at_once", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost"),
+        *("_memory", "_supply", "awaited", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost"),
         *("memory", "model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled"),
         *("wait", "what"),
     )
@@ -117,7 +117,7 @@ class Flight:
         what: Any = None,
         prepared: Any = None,
         wait: Callable[[], object],
-        at_once: bool = False,
+        awaited: bool = False,
     ) -> None:
         self.step, self.t, self.round = step, t, round
         self.loss_scale = loss_scale
@@ -137,7 +137,7 @@ class Flight:
         self.sent: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
         self.prepared = prepared
-        self.wait, self.at_once = wait, at_once
+        self.wait, self.awaited = wait, awaited
 
     def delay(self) -> None:
         """Write ``flat`` when it is read for the first time, if it ever is."""

@@ -202,7 +202,7 @@ class Sum(How):
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
         if self.over == "inside":
-            return self._sum(flight, group.intra_node_communicator, wait=flight.at_once)
+            return self._sum(flight, group.intra_node_communicator, wait=flight.awaited)
         if self.over == "between":
             through_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
             return None
@@ -210,7 +210,7 @@ class Sum(How):
         if by_host:
             on_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
             return None
-        return self._sum(flight, group.global_communicator, wait=flight.at_once)
+        return self._sum(flight, group.global_communicator, wait=flight.awaited)
 
     def _sum(self, flight: Flight, communicator: Communicator, *, wait: bool) -> Work | None:
         """Sum over the ranks of ``communicator``; a single one loses nothing to a reducer, but for its momentum."""

@@ -104,7 +104,7 @@ class Course:
         self._multiplies = what is not None and not gathered and self._scale != 1.0
         self._from_anchor = "anchor" in exchange.needs
         self._at_once = exchange.at_once
-        self._waits = self._at_once or (lane is not None and lane.thread is not None)
+        self._awaited = self._at_once or (lane is not None and lane.thread is not None)
         self._delays = self._sent_by is None and self._at_once and self._from_anchor and self._scale == 1.0
         self._settles = how is not None and bool(memory.declared)
         self._looks = self._from_anchor or ((ranks > 1 or exchange.alone) and self._is_dropped_by_all())
@@ -185,7 +185,7 @@ class Course:
             what=self.exchange.what,
             prepared=self._prepared,
             wait=nothing,
-            at_once=self._waits,
+            awaited=self._awaited,
         )
 
     def returned(self, saved: Mapping[str, Any]) -> Flight:
