@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import socket
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -22,7 +21,12 @@ from bagua import env
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
-from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
+from bagua.comm.startup.hosts import (
+    advice_on_interfaces,
+    host_identity,
+    nodes_from_identities,
+    nodes_from_local_size,
+)
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
 from bagua.comm.store.bounded import bounded
 from bagua.comm.store.keys import behind_token
@@ -174,8 +178,7 @@ def _unreachable() -> TransportUnavailableError | None:
     return TransportUnavailableError(
         f"Gloo would tell other hosts the address {address}, which none of them reaches",
         call="init_process_group",
-        advice="Set GLOO_SOCKET_IFNAME to the network interface over which hosts reach each other. Here are "
-        f"{', '.join(name for _, name in socket.if_nameindex())}.",
+        advice=advice_on_interfaces(),
     )
 
 

@@ -26,6 +26,12 @@ def host_identity() -> str:
     return f"{boot}/net{namespace.st_dev}.{namespace.st_ino}"
 
 
+def advice_on_interfaces() -> str:
+    """What to do where hosts do not reach each other through Gloo."""
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    return f"Set GLOO_SOCKET_IFNAME to the network interface over which the hosts reach each other. Here are {names}."
+
+
 def nodes_from_identities(identities: Sequence[str]) -> tuple[int, ...]:
     """Index of the host of each rank; hosts are numbered by their lowest rank.
 

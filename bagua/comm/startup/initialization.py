@@ -20,6 +20,7 @@ from bagua.comm.records.recorder import Place, Recorder, observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
+from bagua.comm.startup.hosts import advice_on_interfaces
 from bagua.comm.startup.rendezvous import connect, resolve_rank
 from bagua.comm.store.asking import meeting
 from bagua.comm.store.beats import Beats
@@ -188,6 +189,5 @@ def _without_torch(
         timeout_s=timeout_s,
         advice="Look first at the output of the ranks that did not come."
         if missing
-        else "Set GLOO_SOCKET_IFNAME to the network interface over which the hosts reach each other. "
-        f"This rank told the others {own_address()}; here are {', '.join(name for _, name in socket.if_nameindex())}.",
+        else f"{advice_on_interfaces()} This rank told the others {own_address()}.",
     )
