@@ -97,7 +97,7 @@ class Advice:
 
     def _line(self, one: Prediction) -> str:
         remarks = [] if one.keeps_equal else ["ranks differ"]
-        remarks += [shown(one.name)] if one.name in RECIPES else []
+        remarks += [_options(one.name)] if one.name in RECIPES else []
         remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
         interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
         return (
