@@ -122,7 +122,7 @@ def test_a_newcomer_comes_in_while_a_member_waits_in_an_exchange():
     assert [one.contributed for one in check_equal(rows).values()] == [(0, 1, 2)] * 3
 
 
-def test_nobody_comes_in_while_something_is_under_way(monkeypatch):
+def test_nobody_comes_in_while_something_is_under_way():
     rests = []
 
     def island(store):

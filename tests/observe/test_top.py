@@ -179,7 +179,7 @@ def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
 def test_who_listens_and_is_no_store_is_given_up_without_torch(says, shown, capsys, monkeypatch):
     """Torch takes seconds to be imported, and seconds more to find out."""
     monkeypatch.setattr(top, "_FOUND_S", 60.0 if says else 0.1)
-    monkeypatch.setitem(sys.modules, "bagua.comm", None)  # So whoever imports it fails.
+    monkeypatch.setitem(sys.modules, "bagua.comm", None)  # Its import fails.
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as beside:
         asked = beside.submit(listener.accept)
         if says:
