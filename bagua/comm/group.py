@@ -261,7 +261,7 @@ class ProcessGroup:
         name = f"{label}{self._numbered}"
         store = dist.PrefixStore(name, self.store)
         backend = backend or self.backend
-        obstacle = backend_refusal(backend) if len(members) > 1 and self.rank in members else None
+        obstacle = backend_refusal(backend, len(members)) if self.rank in members else None
         wanted = [list(members), backend, timeout_s or self.timeout_s, leader]
         reasons = self._agree(store, wanted, obstacle)
         if self.rank not in members:

@@ -433,6 +433,19 @@ def test_a_backend_that_is_nearly_right_is_answered_with_the_right_one():
     assert said.startswith("there is no backend 'glo' here. Did you mean 'gloo'? There are shm, hybrid, gloo, nccl")
 
 
+def test_one_rank_needs_no_backend_but_a_name_that_there_is():
+    assert bagua.comm.backend_refusal("cpu:gloo,cuda:nccl", ranks=1) is None
+    with pytest.raises(TransportUnavailableError, match=r"no backend 'carrier pigeon' here\. There are .*nccl.*bucket"):
+        bagua.comm.init_process_group(backend="carrier pigeon")
+    assert not bagua.comm.is_initialized()
+    bagua.comm.init_process_group()
+    try:
+        with pytest.raises(TransportUnavailableError, match="no backend 'pigeon'"):
+            bagua.comm.new_group([0], backend="pigeon")
+    finally:
+        bagua.comm.destroy_process_group()
+
+
 def test_an_argument_without_a_name_is_answered_with_the_names():
     with pytest.raises(InvalidTypeError, match=r"need their names .*seen 'gloo'\)\. .*backend='gloo'"):
         bagua.comm.init_process_group("gloo")

@@ -253,7 +253,7 @@ def from_torch_group(
     ranks = dist.get_process_group_ranks(torch_group)
     backend, rank = unwrapped(backend) or world.group.backend, dist.get_rank(torch_group)
     timeout_s = world.group.timeout_s if timeout is None else as_seconds(timeout)
-    refuse_together(store, "refusal", rank, ranks, backend_refusal(backend) if len(ranks) > 1 else None, timeout_s)
+    refuse_together(store, "refusal", rank, ranks, backend_refusal(backend, len(ranks)), timeout_s)
     made = ProcessGroup(
         store,
         rank,

@@ -147,7 +147,7 @@ def plan(
         CollectiveMismatchError: ranks were started with different arguments.
         TransportUnavailableError: a rank cannot use the backend.
     """
-    obstacle = backend_refusal(backend or "gloo") if len(ranks) > 1 else None
+    obstacle = backend_refusal(backend or "gloo", len(ranks))
     own = {
         "backend": backend,
         "world_size": len(ranks),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bagua import env
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.transports.bucket import BucketTransport
-from bagua.comm.transports.c10d.groups import knows
+from bagua.comm.transports.c10d.groups import knows, split_name
 from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
 from bagua.comm.transports.checked import CheckedTransport
 from bagua.comm.transports.contract import Membership, Transport
@@ -108,8 +108,16 @@ def _across_hosts(backend: str, membership: Membership, hosts: int) -> Transport
     return C10dTransport("gloo" if backend == "hybrid" else backend, membership)
 
 
-def backend_refusal(backend: str) -> Exception | None:
-    """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect."""
+def backend_refusal(backend: str, ranks: int = 2) -> Exception | None:
+    """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect.
+
+    Args:
+        backend: its name.
+        ranks: how many are to be connected. One alone needs no backend, so any name will do that there is.
+    """
+    own = backend in _OWN or backend in _registered
+    if ranks == 1 and (own or all(knows(name) for name in split_name(backend).values())):
+        return None
     if backend in ("threads", "solo"):
         return None
     if backend in ("shm", "hybrid"):
@@ -117,4 +125,4 @@ def backend_refusal(backend: str) -> Exception | None:
     if backend in _registered:
         ask = _registered[backend].refusal
         return None if ask is None else ask()
-    return c10d_refusal(backend)
+    return c10d_refusal(backend, _registered)

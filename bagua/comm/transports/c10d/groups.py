@@ -306,8 +306,8 @@ def knows(name: str) -> bool:
     return name.lower() in ("gloo", "nccl", "mpi", "ucc", "xccl") or name.upper() in plugins()
 
 
-def group_refusal(name: str) -> TransportUnavailableError | None:
-    """Why backend ``name`` cannot be used in this process, or None if it can."""
+def group_refusal(name: str, others: Iterable[str] = ()) -> TransportUnavailableError | None:
+    """Why backend ``name`` cannot be used in this process, or None if it can. Messages name ``others``, too."""
     if name == TORCH_NAME:
         return TransportUnavailableError(
             "backend 'bagua' of torch.distributed is made of these transports, not the other way round",
@@ -322,7 +322,7 @@ def group_refusal(name: str) -> TransportUnavailableError | None:
     if name == "nccl":
         return TransportUnavailableError("nccl needs a CUDA build of torch and a GPU", advice="gloo needs neither.")
     registered = sorted(plugin.lower() for plugin in plugins() if plugin.lower() != TORCH_NAME)
-    known = list(dict.fromkeys(["shm", "hybrid", "gloo", "nccl", *registered]))
+    known = list(dict.fromkeys(["shm", "hybrid", "gloo", "nccl", *registered, *others]))
     return TransportUnavailableError(
         f"there is no backend {name!r} here",
         advice=" ".join(filter(None, [did_you_mean(name, known), f"There are {', '.join(known)}."])),

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -243,9 +243,9 @@ def _disconnect(channels: dict[str, _Channel]) -> None:
         channel.group.break_connections()
 
 
-def c10d_refusal(backend: str) -> TransportUnavailableError | None:
-    """Why this process cannot serve ``backend``, or None if it can."""
-    refusals = (group_refusal(name) for name in split_name(backend).values())
+def c10d_refusal(backend: str, others: Iterable[str] = ()) -> TransportUnavailableError | None:
+    """Why this process cannot serve ``backend``, or None if it can. Messages name ``others`` that exist, too."""
+    refusals = (group_refusal(name, others) for name in split_name(backend).values())
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
