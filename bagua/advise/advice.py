@@ -246,7 +246,7 @@ def weigh(
     """
     rehearsals, refusals = rehearse_all(facts, cluster, names, tell)
     tell("measuring calls on this machine, for about 20 s")
-    machine = machine or probe_machine()
+    machine = machine or probe_machine(tell=tell)
     found = sorted((predict(one, facts, cluster, machine) for one in rehearsals), key=lambda one: one.step_s)
     outside = outside_calibration(cluster)
     return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside, machine.others)

@@ -25,6 +25,8 @@ _ROUNDS, _SMALL_ROUNDS = 40, 160
 #: Parts of all calls of a kind and size; of their means, the middle one counts.
 _PARTS = 3
 _TIMEOUT_S = 120.0
+#: Seconds between two lines about how far the measurement is.
+_TELL_S = 4.0
 
 #: Kind and bytes of a call.
 CallKey = tuple[str, int]
@@ -65,18 +67,19 @@ def _model() -> Callable[[], float]:
     return step
 
 
-def probe_machine(cores: int | None = None) -> MachineFacts:
+def probe_machine(cores: int | None = None, tell: Callable[[str], object] = lambda _: None) -> MachineFacts:
     """Measure what messages cost on the loopback device, between two threads of this process.
 
     Args:
         cores: processor cores of a host; None for those that this process may use.
+        tell: is called every few seconds with how many calls are measured.
 
     Raises:
         TransportUnavailableError: Gloo cannot connect anything on this machine.
     """
     store, others = thread_store(), Others()
     with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(_rank, store, rank) for rank in range(2)]
+        ranks = [pool.submit(_rank, store, *rank) for rank in ((0, tell), (1, lambda _: None))]
     return replace(machine_facts(*ranks[0].result(), cores), others=others.share())
 
 
@@ -105,17 +108,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _rank(store: object, rank: int) -> tuple[tuple[CallFacts, ...], float]:
+def _rank(store: object, rank: int, tell: Callable[[str], object]) -> tuple[tuple[CallFacts, ...], float]:
     membership = Membership(store, rank, (0, 1), (0, 1), _TIMEOUT_S, "probe")  # type: ignore[arg-type]
     communicator = Communicator(create_transport("gloo", membership), _TIMEOUT_S)
     try:
-        return call_facts(communicator)
+        return call_facts(communicator, tell=tell)
     finally:
         communicator.close()
 
 
 def call_facts(
-    communicator: Communicator, busy_clock: Callable[[], float] | None = None
+    communicator: Communicator,
+    busy_clock: Callable[[], float] | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[tuple[CallFacts, ...], float]:
     """Measure calls as steps make them, after computing: then caches are cold, and other threads sleep.
 
@@ -123,6 +128,7 @@ def call_facts(
         communicator: ranks on this machine, all of which call this.
         busy_clock: clock of the seconds for which this rank, and nothing else, keeps cores busy; without one, it is
             taken to be busy while a call lasts.
+        tell: is called every few seconds with how many calls are measured.
 
     Returns:
         Facts of the calls, and how much longer computing takes that comes after a call.
@@ -132,7 +138,16 @@ def call_facts(
     alone_s = [_usual_step_s(step)]
     wanted = {(kind, nbytes): _ROUNDS for kind in ALIKE for nbytes in _LARGE}
     wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in ALIKE}
-    usual = usual_calls(communicator, wanted, lambda: after_s.append(step()), busy_clock)
+    calls, told = sum(rounds + 1 for rounds in wanted.values()), time.monotonic()
+
+    def before() -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            tell(f"measured {len(after_s)} of {calls} calls")
+        after_s.append(step())
+
+    usual = usual_calls(communicator, wanted, before, busy_clock)
     found = facts_of_calls(usual, communicator.size, _LARGE, of_cores=busy_clock is not None)
     alone_s.append(_usual_step_s(step))
     return found, max(statistics.fmean(after_s) / min(alone_s), 1.0)

@@ -120,8 +120,11 @@ def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch
         assert [added_s for _, added_s in one.points] == pytest.approx([-0.07] * 4)
 
 
-def test_a_machine_is_measured_between_two_threads() -> None:
-    found = probe_machine(cores=3)
+def test_a_machine_is_measured_between_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_TELL_S", 0.0)
+    said: list[str] = []
+    found = probe_machine(cores=3, tell=said.append)
+    assert said == [f"measured {number} of 64 calls" for number in range(64)]  # 4 kinds, 4 sizes, 1 + 3 rounds
     assert found.cores == 3
     assert found.after_calls >= 1.0
     assert [one.kind for one in found.calls] == KINDS

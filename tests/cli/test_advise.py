@@ -51,7 +51,7 @@ registry.register("mine", Mine)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command computes with one thread; tests of this process go on with theirs. Calls are not measured."""
     monkeypatch.setattr(advise.torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(advice, "probe_machine", lambda: MachineFacts(cores=4))
+    monkeypatch.setattr(advice, "probe_machine", lambda **_: MachineFacts(cores=4))
 
 
 def run(tmp_path: Path, text: str, *words: str, options: tuple[str, ...] = ()) -> int:
@@ -184,7 +184,7 @@ def test_who_is_interrupted_or_terminated_ends_in_order(
 def test_who_is_terminated_while_calls_are_measured_ends_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(advice, "probe_machine", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(advice, "probe_machine", lambda **_: signal.raise_signal(signal.SIGTERM))
     assert run(tmp_path, SCRIPT, "bytegrad") == 130
     assert "interrupted" in capsys.readouterr().err
 
