@@ -134,6 +134,15 @@ def test_messages_and_calls_between_ranks() -> None:
     ]
 
 
+def test_torch_asks_the_backend_what_it_can(group: TorchGroup) -> None:
+    backend = group._get_backend(torch.device("cpu"))
+    for name in dir(c10d.Backend):
+        if "supports_" in name and isinstance(getattr(c10d.Backend, name), property):
+            assert isinstance(getattr(backend, name), bool), name
+    assert backend.options._timeout == timedelta(seconds=20)
+    assert not group.supports_window
+
+
 @needs("a recorder with the name of a backend", TORCH >= (2, 15))
 def test_the_flight_recorder_of_torch_has_the_calls(group: TorchGroup) -> None:
     group._set_group_name("recorded")

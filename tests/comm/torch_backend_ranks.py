@@ -104,7 +104,7 @@ def works(rank: int, size: int) -> None:
 
 
 def tags(rank: int, size: int) -> None:
-    """They tell messages apart, whatever their order."""
+    """They tell messages apart, whatever their order; a batch of messages has none."""
     right, left = (rank + 1) % size, (rank - 1) % size
     first, second = torch.empty(1), torch.empty(1)
     works = [dist.irecv(second, left, tag=2), dist.irecv(first, left, tag=1)]
@@ -112,6 +112,10 @@ def tags(rank: int, size: int) -> None:
     for work in works:
         work.wait()
     assert (first.item(), second.item()) == (1.0, 2.0)
+    given = dist.P2POp(dist.isend, torch.tensor([3.0]), right), dist.P2POp(dist.irecv, first, left)
+    for work in dist.batch_isend_irecv(list(given)):
+        work.wait()
+    assert first.item() == 3.0
 
 
 def from_any_rank(rank: int, size: int) -> None:

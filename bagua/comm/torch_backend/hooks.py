@@ -95,6 +95,16 @@ class Passage(CppBackend):
             self.fire_abort_hooks()
 
 
+def _of_stand_in(name: str) -> property:
+    return property(lambda self: getattr(self._stand_in, name))
+
+
+# C++ asks for these in Python, where it would find its own properties, and ask again without end.
+for _name in vars(CppBackend):
+    if (_name == "options" or "supports_" in _name) and _name not in vars(Passage):
+        setattr(Passage, _name, _of_stand_in(_name))
+
+
 def _arrival(name: str) -> Callable[..., Any]:
     def arrive(self: Any, *arguments: Any) -> Any:
         call = getattr(self._passing, "call", None)
