@@ -20,6 +20,7 @@ from bagua.cli.lab import command, network
 from bagua.cli.lab.switch import HEADER_BYTES, FrameSchedule, SwitchReport
 from bagua.cli.main import main
 from bagua.link import LinkSettings, parse_link
+from tests.membership.buckets import needs_moto, needs_obstore
 
 REPOSITORY = Path(__file__).parents[2]
 needs_lab = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
@@ -282,3 +283,24 @@ def test_a_script_runs_on_hosts_with_a_delay_and_its_failure_is_passed_on(tmp_pa
     assert (ranks_of_host, value) == (1, 4)
     assert "links of 100mbit,20ms" in done.stderr
     assert "packets: " in done.stderr
+
+
+IN_A_LAB = "examples/bucket_in_the_lab.py"
+
+
+@needs_lab
+@needs_obstore
+@needs_moto
+def test_hosts_that_do_not_reach_each_other_train_through_a_bucket() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bagua", "lab", "--hosts", "3", "--link", "100mbit", "--", IN_A_LAB, "--steps", "40"],
+        capture_output=True, text=True, timeout=200, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for host, other in ((1, 2), (2, 1)):
+        assert f"[host {host}, rank {host}] host {other} cannot be reached: Network is unreachable" in done.stdout
+    norms = [line.partition("] ")[2] for line in done.stdout.splitlines() if "norm of the weights" in line]
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
+    assert "step 40: " in done.stdout
+    assert "2 islands" in done.stdout
