@@ -5,7 +5,7 @@ On Linux, as root, with the extra `bucket` and the package `moto[server]`:
 bagua lab --hosts 3 --link 50mbit,20ms -- examples/bucket_in_the_lab.py
 
 Host 0 serves S3, as moto does for tests. Each other host is an island. It has
-a route to host 0 alone: nothing else can connect with it, or answer it.
+a route to host 0 alone, so islands cannot reach each other.
 """
 
 import datetime as dt
@@ -42,7 +42,7 @@ else:
         try:
             socket.create_connection((f"10.77.0.{other + 1}", port), 5)
         except OSError as error:
-            print(f"host {other} cannot be reached: {error.strerror}")
+            print(f"from host {rank} to host {other}: {error.strerror}")
     os.environ |= {
         "AWS_ENDPOINT_URL": notes.get("endpoint").decode(),
         "AWS_ALLOW_HTTP": "true",

@@ -298,7 +298,7 @@ def test_hosts_that_do_not_reach_each_other_train_through_a_bucket() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for host, other in ((1, 2), (2, 1)):
-        assert f"[host {host}, rank {host}] host {other} cannot be reached: Network is unreachable" in done.stdout
+        assert f"[host {host}, rank {host}] from host {host} to host {other}: Network is unreachable" in done.stdout
     norms = [line.partition("] ")[2] for line in done.stdout.splitlines() if "norm of the weights" in line]
     assert len(norms) == 2
     assert norms[0] == norms[1]
