@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ DDP = "ddp"
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 #: Nobody changes a script for less.
 WORTH_IT = 0.95
-#: Options with which trainings reached their loss first; see ``benchmarks/time_to_loss``.
-RECIPES: dict[str, dict[str, Any]] = {"local_sgd": {"sync_every": 8, "codec": "int4"}}
+#: Options with which trainings reached their loss first, on slow and on fast links; see ``benchmarks/time_to_loss``.
+RECIPES: dict[str, tuple[dict[str, Any], ...]] = {
+    "local_sgd": tuple({"sync_every": 8, "codec": codec} for codec in ("int4", "minmax_uint8"))
+}
 #: A rehearsal computes what each rank sends: among more ranks it takes minutes.
 _MOST_RANKS = 64
 
@@ -97,7 +100,7 @@ class Advice:
 
     def _line(self, one: Prediction) -> str:
         remarks = [] if one.keeps_equal else ["ranks differ"]
-        remarks += [_options(one.name)] if one.name in RECIPES else []
+        remarks += [_options(one)] if one.options else []
         remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
         interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
         return (
@@ -114,7 +117,7 @@ class Advice:
             text = f"Take {best.name}: a step takes {self._part(best)} of DDP's time."
         if free not in (best, self.ddp):
             text += (
-                f" If ranks may differ between exchanges, {shown(free.name)} takes {self._part(free)}; "
+                f" If ranks may differ between exchanges, {shown(free)} takes {self._part(free)}; "
                 "its loss depends on its options, so compare losses before you take it."
             )
         if self.outside:
@@ -136,7 +139,7 @@ class Advice:
         best = self.fastest(may_differ=may_differ)
         found = {
             "algorithm": "gradient_allreduce" if best.name == DDP else best.name,
-            "options": RECIPES.get(best.name, {}),
+            "options": best.options,
             "hosts": self.cluster.hosts,
             "ranks_per_host": self.cluster.ranks_per_host,
             "link": str(self.cluster.link),
@@ -145,28 +148,18 @@ class Advice:
         Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def shown(name: str) -> str:
-    """An algorithm, and the options of its recipe.
-
-    Example:
-        >>> print(shown("bytegrad"), shown("local_sgd"), sep="; ")
-        bytegrad; local_sgd (sync_every=8, codec='int4')
-    """
-    return f"{name} ({_options(name)})" if name in RECIPES else name
+def shown(one: Prediction) -> str:
+    """An algorithm, and the options of its recipe."""
+    return f"{one.name} ({_options(one)})" if one.options else one.name
 
 
-def asked_for(name: str) -> str:
-    """How a script asks for it.
-
-    Example:
-        >>> print(asked_for("bytegrad"), asked_for("local_sgd"), sep="; ")
-        'bytegrad'; bagua.algorithms.Algorithm.init('local_sgd', sync_every=8, codec='int4')
-    """
-    return f"bagua.algorithms.Algorithm.init({name!r}, {_options(name)})" if name in RECIPES else repr(name)
+def asked_for(one: Prediction) -> str:
+    """How a script asks for it."""
+    return f"bagua.algorithms.Algorithm.init({one.name!r}, {_options(one)})" if one.options else repr(one.name)
 
 
-def _options(name: str) -> str:
-    return ", ".join(f"{option}={value!r}" for option, value in RECIPES[name].items())
+def _options(one: Prediction) -> str:
+    return ", ".join(f"{option}={value!r}" for option, value in one.options.items())
 
 
 def _seconds(seconds: float) -> str:
@@ -208,7 +201,9 @@ def rehearse_all(
             continue
         tell(f"rehearsing {name}")
         try:
-            found.append(rehearse(Algorithm.init(name, **RECIPES.get(name, {})), facts, sizes, name=name))
+            for options in RECIPES.get(name, ({},)):
+                one = rehearse(Algorithm.init(name, **options), facts, sizes, name=name)
+                found.append(dataclasses.replace(one, options=options))
         except BaguaError as error:
             refusals[name] = f"{error.problem}. {error.advice}".removesuffix(". ")
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered
@@ -226,6 +221,14 @@ def check_wanted(cluster: Cluster, names: Sequence[str] | None = None) -> None:
         for name in names:
             if name != DDP:
                 registry.get(name)
+
+
+def ranked(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
+    """The fastest first; of the recipes of one algorithm, only the fastest."""
+    found: dict[str, Prediction] = {}
+    for one in sorted(predictions, key=lambda one: one.step_s):
+        found.setdefault(one.name, one)
+    return tuple(found.values())
 
 
 def weigh(
@@ -247,9 +250,9 @@ def weigh(
     rehearsals, refusals = rehearse_all(facts, cluster, names, tell)
     tell("measuring calls on this machine, for about 20 s")
     machine = machine or probe_machine(tell=tell)
-    found = sorted((predict(one, facts, cluster, machine) for one in rehearsals), key=lambda one: one.step_s)
+    found = ranked(predict(one, facts, cluster, machine) for one in rehearsals)
     outside = outside_calibration(cluster)
-    return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside, machine.others)
+    return Advice(cluster, found, facts.optimizer, tuple(refusals.items()), outside, machine.others)
 
 
 def advise(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ class Prediction:
         sent_bytes: bytes of one rank that enter calls in each step.
         keeps_equal: True if all ranks hold equal weights after each step.
         needs_optimizer: optimizer without which the algorithm does not work; empty if any will do.
+        options: options of the algorithm, if it is not used with its defaults.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Prediction:
     sent_bytes: float
     keeps_equal: bool
     needs_optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def predict(
@@ -67,7 +70,7 @@ def predict(
     found = [step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches) for stretches in draws]
     mean_s, low_s, high_s = sum(found) / len(found), min(found) / (1 + _ERROR), max(found) / (1 - _ERROR)
     of = rehearsal
-    return Prediction(of.name, mean_s, low_s, high_s, of.sent_bytes, of.keeps_equal, of.needs_optimizer)
+    return Prediction(of.name, mean_s, low_s, high_s, of.sent_bytes, of.keeps_equal, of.needs_optimizer, of.options)
 
 
 def _stretches(

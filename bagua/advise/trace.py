@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Rehearsal:
             runs.
         keeps_equal: True if ranks hold equal weights after each step.
         needs_optimizer: name of the optimizer without which the algorithm does not work; empty if any will do.
+        options: options of the algorithm, if it is not used with its defaults.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Rehearsal:
     extra_s: float = 0.0
     keeps_equal: bool = True
     needs_optimizer: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> float:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bagua.advise.advice import WORTH_IT, asked_for, rehearse_all, shown
+from bagua.advise.advice import WORTH_IT, asked_for, ranked, rehearse_all, shown
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import LEAST_STEPS, StepMeter, own_time
 from bagua.advise.network import Cluster
@@ -269,16 +269,16 @@ def predictions(facts: ModelFacts, cluster: Cluster, step_s: float) -> list[str]
         rate = math.sqrt(low * high)
         low, high = (rate, high) if on(rate, rehearsals[:1])[0].step_s > step_s else (low, rate)
     rate = math.sqrt(low * high)
-    found = sorted(on(rate, rehearsals[1:]), key=lambda one: one.step_s)
+    found = ranked(on(rate, rehearsals[1:]))
     better = [one for one in found if one.step_s < WORTH_IT * step_s][:2]
     if not better:
         return ["No algorithm that was tried is 5 % faster."]
     texts = [
-        f"{shown(one.name)}: {step_s / one.step_s:.1f}x ({step_s / one.high_s:.1f} to {step_s / one.low_s:.1f})"
+        f"{shown(one)}: {step_s / one.step_s:.1f}x ({step_s / one.high_s:.1f} to {step_s / one.low_s:.1f})"
         + ("" if one.keeps_equal else ", loss depends on its options and the learning rate")
         for one in better
     ]
-    best = next((one for one in better if one.keeps_equal), better[0]).name
+    best = next((one for one in better if one.keeps_equal), better[0])
     return [
         f"As fast as a link of {rate:.0f} Mbit/s. Expected there:",
         *texts,

@@ -25,13 +25,16 @@ from bagua.advise import (
     probe,
     weigh,
 )
+from bagua.advise.advice import RECIPES, asked_for, ranked
 from bagua.advise.others import Others
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.errors import ConfigurationError
 
+INT4, EIGHT_BITS = RECIPES["local_sgd"]
 
-def prediction(name: str, step_s: float, *, equal: bool = True, needs: str = "") -> Prediction:
-    return Prediction(name, step_s, 0.9 * step_s, 1.1 * step_s, 1e6, equal, needs)
+
+def prediction(name: str, step_s: float, *, equal: bool = True, needs: str = "", **options: Any) -> Prediction:
+    return Prediction(name, step_s, 0.9 * step_s, 1.1 * step_s, 1e6, equal, needs, options)
 
 
 def advice(*others: Prediction, optimizer: str = "SGD", outside: tuple[str, ...] = ()) -> Advice:
@@ -40,11 +43,17 @@ def advice(*others: Prediction, optimizer: str = "SGD", outside: tuple[str, ...]
 
 
 def test_the_fastest_that_keeps_ranks_equal_is_named() -> None:
-    found = advice(prediction("bytegrad", 0.5), prediction("local_sgd", 0.2, equal=False))
+    recipes = (
+        prediction("local_sgd", step_s, equal=False, **options) for step_s, options in ((0.2, INT4), (0.3, EIGHT_BITS))
+    )
+    found = advice(*ranked([*recipes, prediction("bytegrad", 0.5)]))
+    assert [one.step_s for one in found.predictions] == [0.2, 0.5, 1.0]
     assert found.fastest().name == "bytegrad"
     assert found.fastest(may_differ=True).name == "local_sgd"
     assert "Take bytegrad: a step takes 0.50" in found.answer()
     assert "local_sgd (sync_every=8, codec='int4') takes 0.20" in found.answer()
+    assert asked_for(found.predictions[0]).endswith("init('local_sgd', sync_every=8, codec='int4')")
+    assert asked_for(found.predictions[1]) == "'bytegrad'"
 
 
 def test_plain_ddp_wins_unless_another_is_clearly_faster() -> None:
@@ -111,8 +120,8 @@ def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     advice().save(file)
     assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
     assert json.loads(file.read_text())["step_s"] == {"ddp": 1.0}
-    advice(prediction("local_sgd", 0.5, equal=False)).save(file, may_differ=True)
-    assert Algorithm.init("auto") == Algorithm.init("local_sgd", codec="int4")
+    advice(prediction("local_sgd", 0.5, equal=False, **EIGHT_BITS)).save(file, may_differ=True)
+    assert Algorithm.init("auto") == Algorithm.init("local_sgd", **EIGHT_BITS)
 
 
 def test_auto_without_advice_is_plain_ddp_and_says_so(

@@ -180,7 +180,7 @@ def test_algorithms_are_expected_on_the_link_on_which_ddp_takes_as_long() -> Non
     # A MB takes at least 34 ms: 245 Mbit/s, a little more for calls.
     rate = int(lines[0].removeprefix("As fast as a link of ").partition(" ")[0])
     assert 240 < rate < 330
-    assert any(line.startswith("local_sgd (sync_every=8, codec='int4'): ") and "loss depends" in line for line in lines)
+    assert any(line.startswith("local_sgd (sync_every=8, codec='") and "loss depends" in line for line in lines)
     assert lines[-1].startswith("Try: model = bagua.with_bagua(model, [optimizer], ")
     assert len(lines) <= 4
     assert predictions(FACTS, verdict._cluster({0: SEEN}, 1), 0.040)[0].startswith("No prediction: one rank")
