@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -291,14 +292,15 @@ IN_A_LAB = "examples/bucket_in_the_lab.py"
 @needs_lab
 @needs_obstore
 @needs_moto
-def test_hosts_that_do_not_reach_each_other_train_through_a_bucket() -> None:
+@pytest.mark.skipif(shutil.which("nft") is None, reason="the example closes its hosts with nft")
+def test_hosts_that_let_no_connection_in_train_through_a_bucket() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bagua", "lab", "--hosts", "3", "--link", "100mbit", "--", IN_A_LAB, "--steps", "40"],
         capture_output=True, text=True, timeout=200, cwd=REPOSITORY, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for host, other in ((1, 2), (2, 1)):
-        assert f"[host {host}, rank {host}] from host {host} to host {other}: Network is unreachable" in done.stdout
+    for host, other in ((0, 1), (0, 2), (1, 2), (2, 1)):
+        assert f"[host {host}, rank {host}] from host {host} to host {other}: timed out" in done.stdout
     norms = [line.partition("] ")[2] for line in done.stdout.splitlines() if "norm of the weights" in line]
     assert len(norms) == 2
     assert norms[0] == norms[1]
