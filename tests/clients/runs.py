@@ -5,6 +5,7 @@ Each test here runs programs of an installed package, or what its examples do, i
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,9 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parents[2]
-SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test")
+SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test", "reconfigure_test")
 #: So many tests of torch run on CPUs, at least: the rest asks for GPUs, NCCL, MPI or more ranks.
 LEAST_OF_TORCH = 80
 # A group in a process of its own, or one of NCCL, is not ours.
@@ -45,8 +47,18 @@ def torchrun(*script: str) -> str:
 @pytest.mark.parametrize("name", SUITE_OF_TORCHFT)
 def test_torchft(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="needs the extra torchft")
+    if importlib.util.find_spec(f"torchft.{name}") is None:
+        pytest.skip("this version of torchft has no such tests")
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.clients.torchft_on_bagua", "-o", "addopts=")
     run("-m", "pytest", *options, "--timeout", "240", "--pyargs", f"torchft.{name}", "-k", NOT_OURS, folder=tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_a_group_is_resized_as_torchft_does() -> None:
+    if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
+        pytest.skip("needs torch 2.14, and the nightly of torchft: tox run -e nightly")
+    pytest.importorskip("torchft.reconfigure_test")
+    run("-m", "tests.clients.torchft_on_bagua")
 
 
 # test_distributed_data_loop calls another collective on each rank: it hangs on Gloo, and is an error here.

@@ -1,14 +1,19 @@
 """A plugin of pytest for torchft's own tests: ``ProcessGroupGloo`` is ours there.
 
 python -m pytest -p tests.clients.torchft_on_bagua --pyargs torchft.process_group_test
+
+As a program, with torch and torchft that reconfigure groups: what torchft does to a group of torch with three ranks.
 """
 
 from __future__ import annotations
 
+import importlib
 import unittest
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torchft.process_group
 
 from bagua.integrations.torchft import process_group
@@ -31,3 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NOT_OURS[item.name]))
         if "test_collective_with_resiliency" in item.name:
             item.cls.assertRaisesRegex = _raises
+
+
+def resize(rank: int, port: int) -> None:
+    importlib.import_module("bagua.torch_api")  # The entry point is that of an installed package.
+    importlib.import_module("torchft.reconfigure_test")._resize_worker(rank, port, "bagua")
+
+
+if __name__ == "__main__":
+    deadline = timedelta(seconds=60)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=deadline)
+    torch.multiprocessing.spawn(resize, (store.port,), nprocs=3)
