@@ -7,6 +7,19 @@ Nesterov momentum along them below 1.5, by a smaller momentum first and a smalle
 training would have to come within half a per cent of the best cell of its row.
 
 ``python -m benchmarks.outer_optimizer``
+
+Results (2026-11-22): 4 ranks, 2,048 steps, Adam at the rate that suits gradient allreduce best, mean of two seeds. A
+star marks what ``diloco`` chooses by itself. A period of 256 steps has only eight outer steps. ``local_sgd`` is 1.034
+for a period of 4 steps and 1.059 for 64.
+
+| ``outer_lr``, ``outer_momentum`` | 4 steps | 16 steps | 64 steps | 256 steps |
+|---|---|---|---|---|
+| 0.7, 0.3 | 1.037 | 1.043 | 1.061 | 1.080 |
+| 1.0, 0.3 | 1.011 | 1.019 | 1.034 | 1.054 |
+| 0.7, 0.6 | 1.009* | 1.010* | 1.032 | 1.055 |
+| 1.0, 0.6 | 1.017 | 1.036 | 1.025* | 1.056* |
+| 0.7, 0.9 | 1.385 | 1.188 | 1.151 | 1.153 |
+| 1.0, 0.9 | 1.520 | 1.395 | 1.214 | 1.196 |
 """
 
 from __future__ import annotations

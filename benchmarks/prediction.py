@@ -14,6 +14,16 @@ The whole grid has 16 pieces, a number of hosts and a link each. A cell that is 
 ``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured. With ``--facts facts.json``,
 each cell is predicted again from what that file keeps. What it lacks is measured first; ``--prepare N`` does only that,
 for N networks of the grid.
+
+Some cells of the grid (2 hosts, 2 cores, 2026-11-24): the measured time of a step in ms, and in brackets by how many
+percent the prediction was off.
+
+| algorithm | 10000mbit | 1000mbit | 100mbit | 10mbit |
+|---|---|---|---|---|
+| ``ddp`` | 13.2 (+18) | 41.9 (+2) | 353.3 (-1) | 3519.5 (0) |
+| ``bytegrad`` | 21.8 (-7) | 25.8 (-6) | 92.7 (-4) | 886.0 (0) |
+| ``power_sgd`` | 19.3 (-10) | 17.7 (-3) | 19.5 (-7) | 66.5 (-8) |
+| ``local_sgd`` | 8.6 (-4) | 12.0 (0) | 50.9 (-1) | 441.1 (0) |
 """
 
 import argparse

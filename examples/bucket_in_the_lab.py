@@ -32,7 +32,6 @@ add rule ip lab input iifname lab0 tcp flags & (syn|ack) == syn drop
 notes = dist.TCPStore(head, port, is_master=rank == 0, timeout=DAY)
 
 
-
 def try_others() -> None:
     """Connect to each island, when all are closed, and say what came of it."""
     while notes.add("closed", 0) < last:
