@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,3 +65,10 @@ def opened(where: str, objects: Any = None, hook: RequestHook | None = None, tim
 def names(bucket: ObjectBucket, prefix: str = "objects") -> list[str]:
     """Names of the objects that begin so."""
     return sorted(bucket.list(prefix))
+
+
+def is_counted(name: str, trainer: int) -> bool:
+    """Whether a request of this thread belongs to the training of ``trainer``: other threads put and get, too."""
+    thread = threading.current_thread()
+    trains = trainer == thread.ident or thread.name.startswith("bagua-solo")  # beside training
+    return trains or (name.startswith("objects/") and not name.startswith("objects/state-"))  # no part of a state

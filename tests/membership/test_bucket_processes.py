@@ -1,18 +1,29 @@
-"""Processes in network namespaces of their own, without any interface, train through a folder; one is killed."""
+"""Processes that train through a bucket: without any network, and with one that is killed at one of its requests."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.membership.buckets import needs_obstore
+from bagua.membership import Islands
+from bagua.testing import ProcessRanks
+from bagua.testing.ranks import RankDiedError, this_rank
+from tests.membership.buckets import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.training import PERIOD, QUICK, _judge, check_rows, train, wrapped
 
+pytestmark = needs_obstore
 REPOSITORY = Path(__file__).parents[2]
 ALONE = ("unshare", "--net", "--map-root-user")
+SIZE, PERIODS = 3, 3
 
 
 def _cannot_part() -> bool:
@@ -22,40 +33,111 @@ def _cannot_part() -> bool:
         return True
 
 
-pytestmark = [needs_obstore, pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")]
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Starts an island; what still runs at the end is killed."""
-    started = []
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [*ALONE, sys.executable, str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
-        variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
-        started.append(subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=variables))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_islands_without_a_network_train_as_one(start):
-    islands = [start("--steps", "60") for _ in range(2)]
-    lines = [island.communicate(timeout=200)[0].splitlines() for island in islands]
+@pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")
+def test_islands_without_a_network_train_as_one(tmp_path):
+    command = [*ALONE, sys.executable, str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    islands = [
+        subprocess.Popen([*command, "--steps", "60"], stdout=subprocess.PIPE, text=True, env=variables)
+        for _ in range(2)
+    ]
+    try:
+        lines = [island.communicate(timeout=200)[0].splitlines() for island in islands]
+    finally:
+        for island in islands:
+            island.kill()
     assert [line.rpartition(", ")[2] for line in lines[0][:-1]] == ["2 islands"] * 3
     assert lines[0][-1] == lines[1][-1]
     assert lines[0][-1].startswith("norm of the weights")
 
 
-def test_a_killed_process_costs_the_other_no_outer_step(start):
-    dies, lives = (start("--steps", "160") for _ in range(2))
-    while not dies.stdout.readline().startswith("step 60"):
-        assert dies.poll() is None
-    dies.kill()
-    lines = lives.communicate(timeout=200)[0].splitlines()
-    assert [line.split(":")[0] for line in lines[:-1]] == [f"step {step}" for step in range(20, 161, 20)]
-    assert "2 islands" in lines[0]
-    assert "1 islands" in lines[-2]
+class Kill:
+    """Kills this process before or after one of its requests in the second period; of one object, the first counts.
+
+    Args:
+        at: number of the request; -1 for none.
+        moment: "before" or "after" it.
+    """
+
+    def __init__(self, at: int, moment: str) -> None:
+        self._at, self._moment = at, moment
+        self._seen: set[tuple[str, str]] = set()
+        self._thread: int | None = None
+        self.closed = False
+
+    def arm(self, step: int) -> None:
+        """Called before each step."""
+        if step % PERIOD == 1:
+            self._thread = threading.get_ident() if step == PERIOD + 1 else None
+
+    def hook(self, kind: str, name: str, moment: str) -> None:
+        self.closed |= (kind, moment) == ("create", "after") and name.endswith("closed/1/2.cell")
+        request = kind, name
+        if self._thread and moment == self._moment and request not in self._seen and is_counted(name, self._thread):
+            if len(self._seen) == self._at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._seen.add(request)
+
+
+def is_dead(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def member(where: str, objects: Any, algorithm: str, at: int, moment: str, learns: str) -> list[Any]:
+    """Train. The last rank is killed; the others learn it at once, when the exchange is closed, or by its silence."""
+    kill = Kill(at if this_rank.get().rank == SIZE - 1 else -1, moment)
+    deadlines = None if learns == "by silence" else dataclasses.replace(QUICK, beat_s=0.05)
+    options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": deadlines}
+    with Islands(opened(where, objects, kill.hook), "the store", **options) as islands:
+        roster = islands._state.roster
+
+        def dead() -> set[int]:
+            known = {seat: one.host.split()[-1] for seat, one in roster.records.items() if one.host}
+            heard = learns == "at once" or kill.closed
+            return {seat for seat, process in known.items() if is_dead(int(process))} if heard else set()
+
+        if deadlines:
+            _judge(roster, dead)
+        return train(islands, wrapped(islands, algorithm), PERIODS * PERIOD, kill.arm)
+
+
+def contributed_after(where, at, moment, algorithm="diloco", learns="at once", objects=None):
+    """Who contributed to each outer step; survivors make all of them, and have the same. None if nobody was killed."""
+    pool = ProcessRanks(SIZE, backend=None, deadline_s=200.0)
+    *ends, last = pool.outcomes(member, where, objects, algorithm, at, moment, learns)
+    assert not [end.trace for end in ends if end.error], ends
+    assert [len(end.value) for end in ends] == [PERIODS] * (SIZE - 1)
+    found = check_rows(algorithm, [end.value for end in ends])
+    if last.error is None:
+        return None
+    assert isinstance(last.error, RankDiedError), last
+    assert found[0] == (0, 1, 2)
+    assert len(found[2]) == 2
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "stride", "least"), [("diloco", 1, 10), ("diloco, beside training", 4, 3)])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_at_any_request_costs_the_others_no_outer_step(tmp_path, moment, algorithm, stride, least):
+    def kills(at):
+        return contributed_after(f"file://{tmp_path}/{at}", at, moment, algorithm) is not None
+
+    assert least <= sum(1 for _ in itertools.takewhile(kills, itertools.count(0, stride))) < 20
+
+
+@pytest.mark.parametrize("learns", ["when it is closed", "by silence"])
+def test_a_contribution_of_who_is_killed_after_its_put_counts(tmp_path, learns):
+    """No other request of its own is needed. Before, it puts what a barrier tells, and what it is for."""
+    found = contributed_after(f"file://{tmp_path}/run", 6, "after", learns=learns)
+    assert found[1] == (0, 1, 2)
+
+
+@needs_moto
+def test_a_kill_at_a_request_to_s3_costs_the_others_no_outer_step():
+    with s3_server() as endpoint:
+        for at, moment in itertools.product((3, 6), ("before", "after")):
+            assert contributed_after("s3://b/run", at, moment, objects=new_s3(endpoint))
