@@ -1,10 +1,11 @@
-"""Processes that train through a bucket: without any network, and with one that is killed at one of its requests."""
+"""Processes that train through a bucket: without a network, with one that is killed, and what memory they need."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bagua.comm import get_default_group, group_of_seats
 from bagua.membership import Islands
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError, this_rank
@@ -141,3 +144,33 @@ def test_a_kill_at_a_request_to_s3_costs_the_others_no_outer_step():
     with s3_server() as endpoint:
         for at, moment in itertools.product((3, 6), ("before", "after")):
             assert contributed_after("s3://b/run", at, moment, objects=new_s3(endpoint))
+
+
+def status_of(field):
+    """Bytes that the system says of this process."""
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def peaks(where):
+    """Contributions of 128 MB that an exchange adds to the memory of a rank, at most: through Gloo, and a folder."""
+    gloo = get_default_group()
+    options = {"backend": "bucket", "timeout_s": 60.0, "meet_s": 60.0}
+    store = opened(where)
+    bucket = group_of_seats(store, range(gloo.size), gloo.rank, "epoch1", **options)
+    contribution = torch.ones(32_000_000)
+    found = []
+    for group in (gloo, bucket):
+        gloo.global_communicator.barrier()
+        before = status_of("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+        group.global_communicator.allreduce(contribution)
+        found.append((status_of("VmHWM") - before) / contribution.nbytes)
+    bucket.close()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not forget a peak")
+def test_contributions_stream_through_a_folder(tmp_path):
+    """Less than one contribution is in memory beside what Gloo needs: pieces of two others, and one that arrives."""
+    for gloo, bucket in ProcessRanks(SIZE).run(peaks, f"file://{tmp_path}/run"):
+        assert bucket < gloo + 1
