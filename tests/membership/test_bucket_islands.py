@@ -36,7 +36,7 @@ FORMS = {
     "codec": {"codec": "int4", "error_feedback": True},
     "fragments": {"fragments": 4},
     "overlap": {"overlap": 2, "codec": "int4", "error_feedback": True},
-    "streaming": {"fragments": 2, "overlap": 1, "mix": "add"},
+    "streaming": {"fragments": 4, "overlap": 1, "mix": "add", "codec": "int4", "error_feedback": True},
 }
 
 
@@ -59,7 +59,7 @@ def model_of(seat):
     return model
 
 
-def weights_after(islands, options, outer_steps=5, period=4):
+def weights_after(islands, options, outer_steps=5, period=8):
     """All weights after so many outer steps, and the seat."""
     model = model_of(islands.seat)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -88,7 +88,7 @@ def all_weights(size, open_store, backend, options):
 
 @pytest.mark.threads
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "streaming"])
 def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_path, size, form):
     ours = all_weights(size, lambda: opened(f"file://{tmp_path}/run"), None, FORMS[form])
     store = new_store()
@@ -98,7 +98,7 @@ def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_p
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "fragments"), (3, "codec")])
+@pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "streaming"), (3, "streaming"), (5, "streaming")])
 def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, form):
     def over(where):
         def job():

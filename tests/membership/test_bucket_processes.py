@@ -169,6 +169,7 @@ def peaks(where):
     return found
 
 
+@pytest.mark.gloo
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not forget a peak")
 def test_contributions_stream_through_a_folder(tmp_path):
     """Less than one contribution is in memory beside what Gloo needs: pieces of two others, and one that arrives."""

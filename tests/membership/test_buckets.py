@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from datetime import timedelta
 
@@ -100,6 +101,13 @@ def test_objects_are_counted_listed_and_deleted(again):
     assert bucket.requests == before + 4
     bucket.delete(["objects/b", "objects/a"])
     assert bucket.list("objects") == {}
+
+
+def test_who_waits_asks_less_and_less_often(again):
+    bucket = again().bucket
+    pauses = list(itertools.islice(bucket.pauses(), 30))
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (0.002 if bucket.is_folder else 0.05, 2.0)
 
 
 def test_a_store_that_takes_every_claim_is_refused(tmp_path, monkeypatch):
