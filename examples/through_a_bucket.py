@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bagua
+from bagua.errors import LeftOutError
 from bagua.torch_api.algorithms import Algorithm
 
 parser = argparse.ArgumentParser(
@@ -30,22 +31,34 @@ torch.manual_seed(0)
 teacher = nn.Linear(32, 8)  # what the model is to learn
 model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+algorithm = Algorithm.init("diloco", sync_every=20)
+torch.seed()  # Each island draws other data.
 
-with bagua.join_islands(
-    options.where, size=options.islands, minimum=1
-) as islands:
-    algorithm = Algorithm.init("diloco", sync_every=20)
-    model = bagua.with_bagua(model, optimizer, algorithm, between=islands)
-    torch.seed()  # Each island draws other data.
-    for step in range(1, options.steps + 1):
+
+def train(islands):
+    """Take the steps that are left, and print the weights, which all share."""
+    bagua.with_bagua(model, optimizer, algorithm, between=islands)
+    while model.bagua_step < options.steps:
         inputs = torch.randn(64, 32)
         loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 20 == 0:
+        if (step := model.bagua_step) % 20 == 0:
             contributed = len(islands.members().contributed)
             print(f"step {step}: loss {loss.item():.4f}, {contributed} islands")
     model.bagua_finish()
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     print(f"norm of the weights {weights.norm().item():.6f}")
+
+
+while True:
+    try:
+        with bagua.join_islands(
+            options.where, size=options.islands, minimum=1
+        ) as islands:
+            train(islands)
+        break
+    except LeftOutError:  # This process was stopped, and the others went on.
+        print("left out: comes in again as a newcomer")
+        model.bagua_close()

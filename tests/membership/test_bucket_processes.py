@@ -37,19 +37,26 @@ def _cannot_part() -> bool:
 
 
 @pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")
-def test_islands_without_a_network_train_as_one(tmp_path):
-    command = [*ALONE, sys.executable, str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
+def test_islands_without_a_network_train_as_one_and_who_was_stopped_comes_in_again(tmp_path):
+    command = [*ALONE, sys.executable, "-u", str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    islands = [
-        subprocess.Popen([*command, "--steps", "60"], stdout=subprocess.PIPE, text=True, env=variables)
+    stays, sleeps = islands = [
+        subprocess.Popen([*command, "--steps", "1000"], stdout=subprocess.PIPE, text=True, env=variables)
         for _ in range(2)
     ]
     try:
+        before = list(itertools.takewhile(lambda line: "step 60" not in line, sleeps.stdout))
+        sleeps.send_signal(signal.SIGSTOP)
+        assert any("1 islands" in line for line in stays.stdout)
+        sleeps.send_signal(signal.SIGCONT)
         lines = [island.communicate(timeout=200)[0].splitlines() for island in islands]
     finally:
         for island in islands:
             island.kill()
-    assert [line.rpartition(", ")[2] for line in lines[0][:-1]] == ["2 islands"] * 3
+    assert [line.rpartition(", ")[2].strip() for line in before] == ["2 islands"] * 2
+    assert "left out: comes in again as a newcomer" in lines[1]
+    assert lines[0][-2].startswith("step 1000")
+    assert lines[0][-2].endswith("2 islands")
     assert lines[0][-1] == lines[1][-1]
     assert lines[0][-1].startswith("norm of the weights")
 
