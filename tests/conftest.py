@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
+from bagua.comm import serve_store_at
 from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
@@ -137,6 +138,14 @@ def port() -> Iterator[int]:
     """The port of a store that is served during a test."""
     store, port = serve_store()
     yield port
+    del store
+
+
+@pytest.fixture
+def where() -> Iterator[str]:
+    """The address of such a store, as islands meet at one."""
+    store, address = serve_store_at("127.0.0.1", 0)
+    yield address
     del store
 
 

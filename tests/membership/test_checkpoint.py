@@ -20,6 +20,7 @@ from tests.harness import until
 from tests.membership.training import (
     PERIOD,
     Unsteady,
+    among,
     check_equal,
     inner_steps,
     joined,
@@ -30,6 +31,7 @@ from tests.membership.training import (
     run_numbered,
     together,
     train,
+    train_all,
     vanish,
     wrapped,
 )
@@ -120,25 +122,21 @@ def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
 def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_path):
     loss, file = Loss(), tmp_path / "{seat}.pt"
 
-    def island():
-        with joined(loss.store, 2, checkpoint=file) as islands:
-            model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
-            with pytest.raises(StoreLostError):
-                train(islands, model, 9, before=lambda step: loss.before(islands, step))
-            return model.weight.detach().clone()
+    def island(islands):
+        model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
+        with pytest.raises(StoreLostError):
+            train(islands, model, 9, before=lambda step: loss.before(islands, step))
+        return model.weight.detach().clone()
 
-    (weights,) = survivors(run(2, island))
+    (weights,) = survivors(among(2, island, store=loss.store, checkpoint=file))
     saved = torch.load(tmp_path / "0.pt")["state"]
     assert torch.equal(saved["tensors"]["weight"], weights)
 
-    def beginning():
-        with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
-            model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
-            return model.weight.detach().clone(), model.bagua_optimizers[0].state_dict()["state"]
-
-    ((begun, remembered),) = run(1, beginning)
-    assert torch.equal(begun, weights)
-    assert torch.equal(remembered[0]["momentum_buffer"], saved["optimizers"][0]["state"][0]["momentum_buffer"])
+    with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
+        model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
+        assert torch.equal(model.weight, weights)
+        (remembered,) = model.bagua_optimizers[0].state_dict()["state"].values()
+    assert torch.equal(remembered["momentum_buffer"], saved["optimizers"][0]["state"][0]["momentum_buffer"])
 
 
 def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
@@ -189,22 +187,22 @@ def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path)
     (tmp_path / "file").touch()
     loss = Loss()
 
-    def island():
-        with joined(loss.store, 2, checkpoint=tmp_path / "file" / "state.pt") as islands:
-            train(islands, wrapped(islands, "diloco"), 2 * PERIOD, lambda step: loss.before(islands, step))
+    def before(islands, model, step):
+        loss.before(islands, step)
 
-    (error,) = survivors(run(2, island))
+    ends = train_all(2, "diloco", 2, before, store=loss.store, checkpoint=tmp_path / "file" / "state.pt")
+    (error,) = survivors(ends)
     assert isinstance(error, StoreLostError)
     assert "Its state could not be saved in" in str(error)
 
 
 def test_no_file_is_written_where_training_ends_otherwise(tmp_path):
-    def island(store):
-        with joined(store, 2, checkpoint=tmp_path / "{seat}.pt") as islands:
-            train(islands, wrapped(islands, "diloco"), PERIOD)
-            raise ValueError("a mistake of the user")
+    def island(islands):
+        train(islands, wrapped(islands, "diloco"), PERIOD)
+        raise ValueError("a mistake of the user")
 
-    assert [str(error) for error in run(2, island, new_store())] == ["a mistake of the user"] * 2
+    ends = among(2, island, checkpoint=tmp_path / "{seat}.pt")
+    assert [str(error) for error in ends] == ["a mistake of the user"] * 2
     assert not list(tmp_path.iterdir())
 
 

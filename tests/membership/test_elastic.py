@@ -25,16 +25,15 @@ from tests.harness import loss_of, mean_gradients, mlp, snapshot, until
 from tests.membership.training import (
     RANKS,
     RATE,
+    among_ranks,
     batch,
     check_equal,
     ends_of_each_fault,
     joined,
     new_model,
     new_store,
-    run_islands,
     run_numbered,
     survivors,
-    together,
     train,
     train_to_a_fault,
     wrapped,
@@ -145,9 +144,6 @@ def test_islands_go_and_come_between_steps(name):
         assert algorithm.promise == "exact" or distance > 1e-6
 
 
-# What a death costs, and islands of several ranks.
-
-
 def elastic(islands):
     return wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
 
@@ -170,13 +166,8 @@ def check(rows, ranks=1):
 
 
 def test_gradients_are_means_over_islands_of_two_ranks():
-    store = new_store()
-
-    def rank(_):
-        with together(store, 2) as islands:
-            return train(islands, elastic(islands), 3, period=1)
-
-    assert check([row for rows in run_islands(2, rank) for row in rows], RANKS) == [(0, 1)] * 3
+    ranks = among_ranks(2, lambda islands: train(islands, elastic(islands), 3, period=1))
+    assert check([row for rows in ranks for row in rows], RANKS) == [(0, 1)] * 3
 
 
 def test_an_island_that_dies_in_a_step_costs_the_others_nothing():

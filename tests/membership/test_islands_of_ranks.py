@@ -8,7 +8,7 @@ import pytest
 
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
-from bagua.comm import get_default_group, get_rank, inject_fault, serve_store_at, solo_group
+from bagua.comm import get_default_group, get_rank, inject_fault, solo_group
 from bagua.compression import Float16
 from bagua.errors import (
     CollectiveMismatchError,
@@ -27,6 +27,7 @@ from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
     RANKS,
+    among_ranks,
     check_equal,
     check_rows,
     ends_of_each_fault,
@@ -45,25 +46,14 @@ pytestmark = pytest.mark.threads
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_islands_of_two_ranks_train_as_one_process_for_each_with_their_batches(algorithm):
-    store = new_store()
-
-    def rank(_):
-        with together(store, 2) as islands:
-            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
-
-    rows = run_islands(2, rank)
+    rows = among_ranks(2, lambda islands: train(islands, wrapped(islands, algorithm), 3 * PERIOD))
     assert check_rows(algorithm, [*rows[0], *rows[1]], RANKS) == [(0, 1)] * 3
 
 
 def test_what_a_codec_loses_is_the_same_on_all_ranks():
-    store = new_store()
     algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
-
-    def rank(_):
-        with together(store, 2) as islands:
-            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
-
-    assert len(check_equal([row for rows in run_islands(2, rank) for row in rows])) == 3
+    ranks = among_ranks(2, lambda islands: train(islands, wrapped(islands, algorithm), 3 * PERIOD))
+    assert len(check_equal([row for rows in ranks for row in rows])) == 3
 
 
 def train_ranks_to_a_fault(fault):
@@ -104,7 +94,7 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
 
 def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatch):
     """The goodbye of its island is in the store before the thread that trains knows of it."""
-    store, second = new_store(), []
+    second = []
     pass_barrier, stop = Participant._pass_barrier, Participant._stop
 
     def lose_the_second_rank(self):
@@ -121,13 +111,12 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
     monkeypatch.setattr(Participant, "_pass_barrier", lose_the_second_rank)
     monkeypatch.setattr(Participant, "_stop", stop_late)
 
-    def rank(_):
-        with together(store, 2) as islands:
-            if (islands.seat, get_rank()) == (1, 1):
-                second.append(islands)
-            return train(islands, wrapped(islands), PERIOD)
+    def rank(islands):
+        if (islands.seat, get_rank()) == (1, 1):
+            second.append(islands)
+        return train(islands, wrapped(islands), PERIOD)
 
-    others, lost = sorted(run_islands(2, rank), key=lambda rows: not isinstance(rows[0], list))
+    others, lost = sorted(among_ranks(2, rank), key=lambda rows: not isinstance(rows[0], list))
     assert all(isinstance(row, list) for row in others), others
     assert isinstance(lost[0], PeerLostError), lost
     assert lost[0].problem == "rank 1 of this island is lost: it was silent, as the test wants it"
@@ -180,14 +169,8 @@ def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
     ((first, second),) = run_islands(1, rank)
     assert isinstance(first, TooFewMembersError)
     assert isinstance(second, TooFewMembersError)
-    assert (
-        (first.problem, first.advice)
-        == (second.problem, second.advice)
-        == (
-            "1 of 2 that begin are here",
-            first.advice,
-        )
-    )
+    assert first.problem == second.problem == "1 of 2 that begin are here"
+    assert first.advice == second.advice
 
 
 def test_the_first_rank_does_not_leave_before_all_have_heard_why():
@@ -212,50 +195,39 @@ def test_the_first_rank_does_not_leave_before_all_have_heard_why():
 
 
 def test_an_error_on_one_rank_ends_the_island():
-    store = new_store()
+    def rank(islands):
+        model = wrapped(islands)
+        train(islands, model, PERIOD)
+        if get_rank():
+            raise ValueError("a broken disk")
+        train(islands, model, 2 * PERIOD)
 
-    def rank(_):
-        with together(store, 1) as islands:
-            model = wrapped(islands)
-            train(islands, model, PERIOD)
-            if get_rank():
-                raise ValueError("a broken disk")
-            train(islands, model, 2 * PERIOD)
-
-    ((first, second),) = run_islands(1, rank)
+    ((first, second),) = among_ranks(1, rank)
     assert isinstance(second, ValueError)
     assert isinstance(first, PeerLostError)
 
 
-def test_ranks_of_an_island_that_join_differently_are_refused():
-    store, where = serve_store_at("127.0.0.1", 0)
-
+def test_ranks_of_an_island_that_join_differently_are_refused(where):
     def rank(_):
         bagua.join_islands(where, name=f"run of rank {get_rank()}", timeout=20)
 
     for error, theirs in zip(run_islands(1, rank)[0], (1, 0), strict=True):
         assert isinstance(error, CollectiveMismatchError)
         assert error.seen == f"name=run of rank {theirs}"
-    del store
 
 
 def test_ranks_of_an_island_that_deal_out_other_samples_are_refused():
-    store = new_store()
+    def job(islands):
+        if get_rank() == 0:
+            bagua.ElasticSampler(range(8), islands)
+        with pytest.raises(CollectiveMismatchError, match="do not deal out the same samples") as raised:
+            wrapped(islands)
+        return raised.value.peers
 
-    def job(_):
-        with together(store, 1) as islands:
-            if get_rank() == 0:
-                bagua.ElasticSampler(range(8), islands)
-            with pytest.raises(CollectiveMismatchError, match="do not deal out the same samples") as raised:
-                wrapped(islands)
-            return raised.value.peers
-
-    assert run_islands(1, job) == [[(1,), (0,)]]
+    assert among_ranks(1, job) == [[(1,), (0,)]]
 
 
-def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all():
-    store, where = serve_store_at("127.0.0.1", 0)
-
+def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all(where):
     def rank(_):
         bagua.join_islands("tcp://127.0.0.1:1" if get_rank() else where, timeout=0.5)
 
@@ -263,12 +235,9 @@ def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all():
     assert isinstance(first, StoreLostError)
     assert isinstance(second, StoreLostError)
     assert "rank 1 of this island: no store answers at tcp://127.0.0.1:1" in str(first)
-    del store
 
 
-def test_an_island_trains_with_the_ranks_that_joined():
-    store, where = serve_store_at("127.0.0.1", 0)
-
+def test_an_island_trains_with_the_ranks_that_joined(where):
     def rank(_):
         with bagua.join_islands(where) as islands:
             assert islands.ranks == (0, 1)
@@ -283,4 +252,3 @@ def test_an_island_trains_with_the_ranks_that_joined():
                 with_bagua(new_model(0), [], "diloco", between=alone)
 
         run_islands(1, late)
-    del store

@@ -10,13 +10,10 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
+    among,
+    among_ranks,
     check_equal,
-    joined,
-    new_store,
-    run,
-    run_islands,
     survivors,
-    together,
     train,
     train_all,
     wrapped,
@@ -64,26 +61,25 @@ def test_weights_loaded_on_all_islands_before_the_first_exchange_are_what_all_go
 def test_a_load_after_the_first_exchange_is_refused_and_the_others_go_on(algorithm, what):
     refused = []
 
-    def island(store):
-        with joined(store, 3) as islands:
-            model = wrapped(islands, algorithm)
-            saved = model.bagua_state_dict()
+    def island(islands):
+        model = wrapped(islands, algorithm)
+        saved = model.bagua_state_dict()
 
-            def before(step):
-                if islands.seat != 1 or step != PERIOD + 2 - ALGORITHMS[algorithm].get("overlap", 0):
-                    return
-                if what == "state":
-                    model.bagua_load_state_dict(saved)
-                load_others(model)
-                for _ in range(2):  # Also when it is tried once more.
-                    with pytest.raises(ConfigurationError, match="seat 1 loads") as caught:
-                        model(torch.zeros(1, 3))
-                    refused.append(caught.value)
-                raise caught.value
+        def before(step):
+            if islands.seat != 1 or step != PERIOD + 2 - ALGORITHMS[algorithm].get("overlap", 0):
+                return
+            if what == "state":
+                model.bagua_load_state_dict(saved)
+            load_others(model)
+            for _ in range(2):  # Also when it is tried once more.
+                with pytest.raises(ConfigurationError, match="seat 1 loads") as caught:
+                    model(torch.zeros(1, 3))
+                refused.append(caught.value)
+            raise caught.value
 
-            return train(islands, model, 3 * PERIOD, before)
+        return train(islands, model, 3 * PERIOD, before)
 
-    ends = run(3, island, new_store())
+    ends = among(3, island)
     rows = survivors(ends)
     assert len(rows) == 2, ends
     assert [one.contributed for one in check_equal(rows).values()] == [(0, 1, 2), (0, 2), (0, 2)]
@@ -120,16 +116,13 @@ def test_shared_state_that_differs_ends_all_unless_that_is_rounding(algorithm, b
 
 
 def test_every_rank_of_an_island_learns_which_island_differs():
-    store = new_store()
+    def rank(islands):
+        model = wrapped(islands, "diloco")
+        if islands.seat == 1:
+            load_others(model)
+        return train(islands, model, 2 * PERIOD)
 
-    def rank(number):
-        with together(store, 2) as islands:
-            model = wrapped(islands, "diloco")
-            if islands.seat == 1:
-                load_others(model)
-            return train(islands, model, 2 * PERIOD)
-
-    ends = [end for rows in run_islands(2, rank) for end in rows]
+    ends = [end for rows in among_ranks(2, rank) for end in rows]
     assert [(type(end), end.peers) for end in ends] == [(CollectiveMismatchError, (0, 1))] * 4
 
 
@@ -137,16 +130,15 @@ def test_every_rank_of_an_island_learns_which_island_differs():
 def test_weights_that_differ_where_gradients_are_exchanged_end_all(changed, monkeypatch):
     monkeypatch.setattr(between_islands, "_COMPARE_EVERY", 4)
 
-    def island(store):
-        with joined(store, 3) as islands:
-            model = wrapped(islands, "gradient_allreduce", elastic=True)
+    def island(islands):
+        model = wrapped(islands, "gradient_allreduce", elastic=True)
 
-            def before(step):
-                if islands.seat == 0 and step == changed:
-                    with torch.no_grad():
-                        model.weight.add_(0.5)
+        def before(step):
+            if islands.seat == 0 and step == changed:
+                with torch.no_grad():
+                    model.weight.add_(0.5)
 
-            train(islands, model, 8, before)
+        train(islands, model, 8, before)
 
-    ends = run(3, island, new_store())
+    ends = among(3, island)
     assert [(type(end), end.peers) for end in ends] == [(CollectiveMismatchError, (0,))] * 3

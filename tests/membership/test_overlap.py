@@ -16,10 +16,10 @@ from bagua.testing import ThreadRanks, this_rank
 from tests.harness import until
 from tests.membership.training import (
     RATE,
+    among,
     check_equal,
     joined,
     new_store,
-    run,
     run_numbered,
     survivors,
     train,
@@ -70,32 +70,25 @@ def learn(seat: int, options: dict[str, object], **where: object) -> list[torch.
 
 @pytest.mark.parametrize("options", [{"overlap": 2, "blend": 0.5}, {"overlap": 3, "mix": "add"}, STREAMING], ids=str)
 def test_islands_train_as_ranks_of_one_group_do(options):
-    store = new_store()
-
-    def island():
-        with joined(store, 2) as islands:
-            return islands.seat, learn(islands.seat, options, between=islands)
-
-    ours = dict(run(2, island))
+    ours = dict(among(2, lambda islands: (islands.seat, learn(islands.seat, options, between=islands))))
     theirs = ThreadRanks(2).run(lambda: learn(this_rank.get().rank, options))
     for seat, weights in enumerate(theirs):
         assert all(torch.equal(one, other) for one, other in zip(ours[seat], weights, strict=True))
 
 
 def test_an_island_trains_on_while_its_exchange_waits_for_another():
-    store, trained = new_store(), threading.Event()
+    trained = threading.Event()
 
-    def island():
+    def island(islands):
         def before(step):
             if step == 2 and islands.seat:
                 assert trained.wait(60)
             elif step == PERIOD and not islands.seat:
                 trained.set()
 
-        with joined(store, 2) as islands:
-            return train(islands, wrapped(islands, beside_training()), 2 * PERIOD, before, PERIOD)
+        return train(islands, wrapped(islands, beside_training()), 2 * PERIOD, before, PERIOD)
 
-    assert [one.contributed for one in check_equal(run(2, island)).values()] == [(0, 1)] * 2
+    assert [one.contributed for one in check_equal(among(2, island)).values()] == [(0, 1)] * 2
 
 
 def test_a_newcomer_comes_in_while_a_member_waits_in_an_exchange():
@@ -125,30 +118,24 @@ def test_a_newcomer_comes_in_while_a_member_waits_in_an_exchange():
 def test_nobody_comes_in_while_something_is_under_way():
     rests = []
 
-    def island(store):
-        with joined(store, 2) as islands:
-            model = wrapped(islands, beside_training())
-            rest = islands.rest
-            object.__setattr__(islands, "rest", lambda: (rests.append((islands.seat, model.bagua_step + 1)), rest()))
-            train(islands, model, 2 * PERIOD + 1, period=PERIOD)
+    def island(islands):
+        model = wrapped(islands, beside_training())
+        rest = islands.rest
+        object.__setattr__(islands, "rest", lambda: (rests.append((islands.seat, model.bagua_step + 1)), rest()))
+        train(islands, model, 2 * PERIOD + 1, period=PERIOD)
 
-    run(2, island, new_store())
+    among(2, island)
     assert sorted(rests) == [(seat, step) for seat in (0, 1) for step in (1, 2, 5, 6, 9)]
 
 
 def test_an_error_in_an_exchange_is_raised_where_its_result_is_due():
-    def island(store):
-        def before(step):
-            if islands.seat == 1 and step == 2:
-                vanish(islands)
+    def island(islands):
+        model = wrapped(islands, beside_training())
+        with pytest.raises(TooFewMembersError):
+            train(islands, model, PERIOD, lambda step: (islands.seat, step) == (1, 2) and vanish(islands))
+        return model.bagua_step
 
-        with joined(store, 2, minimum=2, timeout_s=1.0) as islands:
-            model = wrapped(islands, beside_training())
-            with pytest.raises(TooFewMembersError):
-                train(islands, model, PERIOD, before)
-            return model.bagua_step
-
-    assert survivors(run(2, island, new_store())) == [PERIOD]
+    assert survivors(among(2, island, minimum=2, timeout_s=1.0)) == [PERIOD]
 
 
 @pytest.mark.parametrize(("pace", "why"), [("own", "the steps of each"), ("equal", "the samples of each")])

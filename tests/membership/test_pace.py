@@ -19,7 +19,7 @@ from bagua.membership.checkpoint import write_state
 from bagua.membership.pace import numbers_of
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import joined, new_store, run, run_islands, run_numbered, survivors, together, vanish
+from tests.membership.training import among, among_ranks, joined, new_store, run_numbered, survivors, vanish
 
 H = 6
 RATE = 0.05
@@ -105,9 +105,6 @@ def test_the_median_of_the_last_period_is_announced_without_what_was_waited():
     assert pace.announce("part", 5).steps == 6
 
 
-# Islands that are threads.
-
-
 class Member:
     """An island that trains two layers by a clock of its own, whose steps take ``step_s`` seconds."""
 
@@ -144,13 +141,10 @@ class Member:
 def of_members(count, algorithm, job, tokens=(0, 0, 0), **options):
     """What ``job(member)`` returns on each of so many islands, by seat."""
 
-    def island(store):
-        with joined(store, count, **options) as islands:
-            seat = islands.seat
-            return seat, job(Member(islands, algorithm, STEP_S[seat], tokens[seat]))
+    def island(islands):
+        return islands.seat, job(Member(islands, algorithm, STEP_S[islands.seat], tokens[islands.seat]))
 
-    ends = run(count, island, new_store())
-    return [found for _, found in sorted(ends, key=lambda end: end[0])]
+    return [found for _, found in sorted(among(count, island, **options), key=lambda end: end[0])]
 
 
 def new_model(seat):
@@ -273,19 +267,18 @@ def test_a_member_that_changes_its_pace_makes_another_number_of_steps():
 def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, place, victim):
     algorithm = Algorithm.init("diloco", sync_every=H, pace="own", fragments=fragments)
 
-    def island(store):
-        with joined(store, 3) as islands:
-            member = Member(islands, algorithm, STEP_S[islands.seat])
+    def island(islands):
+        member = Member(islands, algorithm, STEP_S[islands.seat])
 
-            def die():
-                if islands.seat == victim and member.model.bagua_step == 2 * H:
-                    if place == "a step":
-                        vanish(islands)
-                    islands._participant.exchange = lambda *_: vanish(islands)
+        def die():
+            if islands.seat == victim and member.model.bagua_step == 2 * H:
+                if place == "a step":
+                    vanish(islands)
+                islands._participant.exchange = lambda *_: vanish(islands)
 
-            return member.train(5 * H, die), islands.pace.numbers, islands.members().contributed
+        return member.train(5 * H, die), islands.pace.numbers, islands.members().contributed
 
-    ends = run(3, island, new_store())
+    ends = among(3, island)
     assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
     found = survivors(ends)
     check_equal([rows for rows, *_ in found], fragments)
@@ -381,34 +374,19 @@ def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
 
 @pytest.mark.threads
 def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
-    store = new_store()
+    def rank(islands):
+        slower = 1.0 + get_rank() / 10  # Each rank measures for itself.
+        member = Member(islands, OWN, STEP_S[islands.seat] * slower, 10 * (1 + get_rank()))
+        found = member.train(3 * H)
+        return islands.seat, member.steps, islands.pace.numbers, found, islands.announce("another part", H)
 
-    def rank(_):
-        with together(store, 2) as islands:
-            chosen = Algorithm.init("local_sgd", sync_every=H, pace="own")
-            slower = 1.0 + get_rank() / 10  # Each rank measures for itself.
-            member = Member(islands, chosen, STEP_S[islands.seat] * slower, 10 * (1 + get_rank()))
-            found = member.train(3 * H)
-            return islands.seat, member.steps, islands.pace.numbers, found, islands.announce("another part", H)
-
-    islands = run_islands(2, rank)
+    islands = among_ranks(2, rank)
     check_equal([rows for ranks in islands for *_, rows, _ in ranks])
     for ranks in islands:
         for seat, steps, numbers, _, announced in ranks:
             assert numbers == {0: 6, 1: 2}
             assert steps == (18, 10)[seat]
             assert announced == Announced(pytest.approx((2.1, 6.3)[seat]), 2 * steps, 30 * steps)
-
-
-@pytest.mark.threads
-def test_after_each_step_all_make_the_same_steps():
-    def train(member):
-        member.train(H)
-        return member.steps, weights_of(member.model)
-
-    (made, weights), (others, same) = of_members(2, Algorithm.init("local_sgd", sync_every=1, pace="own"), train)
-    assert made == others == H
-    assert all(torch.equal(here, there) for here, there in zip(weights, same, strict=True))
 
 
 @pytest.mark.threads

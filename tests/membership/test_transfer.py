@@ -10,7 +10,7 @@ import torch
 from bagua.algorithms import Algorithm
 from bagua.comm import Fetch, PhaseDeadline, decode, encoded_later
 from bagua.compression import Float16
-from tests.membership.training import PERIOD, joined, new_store, run, train, wrapped
+from tests.membership.training import PERIOD, among, joined, new_store, train, wrapped
 
 pytestmark = pytest.mark.threads
 
@@ -51,14 +51,13 @@ def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes
 def test_what_the_codec_of_one_island_has_lost_stays_there():
     algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
 
-    def island(store):
-        with joined(store, 2) as islands:
-            model = wrapped(islands, algorithm)
-            train(islands, model, PERIOD)
-            assert model.bagua_state_dict()["rank0"]["parameters"]["weight"]["residual"].any()
-            islands._counterparts.donor.offer([1, 1])
-            return offered_by(islands)["engine"]
+    def island(islands):
+        model = wrapped(islands, algorithm)
+        train(islands, model, PERIOD)
+        assert model.bagua_state_dict()["rank0"]["parameters"]["weight"]["residual"].any()
+        islands._counterparts.donor.offer([1, 1])
+        return offered_by(islands)["engine"]
 
-    for engine in run(2, island, new_store()):
+    for engine in among(2, island):
         assert engine["rank0"] == {"parameters": {}, "others": [], "flights": []}
         assert set(engine["parameters"]["weight"]) == {"anchor", "outer.momentum_buffer"}

@@ -181,6 +181,17 @@ def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float 
     return _ends(ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments))
 
 
+def among(count: int, job: Callable[[Islands], Any], *, store: Any = None, **options: Any) -> list[Any]:
+    """What ``job(islands)`` returns on each of so many islands that begin together, or how they end."""
+    place = store or new_store()
+
+    def island() -> Any:
+        with joined(place, count, **options) as islands:
+            return job(islands)
+
+    return run(count, island)
+
+
 def train_all(
     count: int,
     algorithm: str | Algorithm = "diloco",
@@ -200,14 +211,12 @@ def train_all(
         store: where they meet.
         options: of ``joined``.
     """
-    store = store or new_store()
 
-    def island() -> list[Outer]:
-        with joined(store, count, **options) as islands:
-            model = wrapped(islands, algorithm)
-            return train(islands, model, periods * PERIOD, lambda step: before(islands, model, step))
+    def job(islands: Islands) -> list[Outer]:
+        model = wrapped(islands, algorithm)
+        return train(islands, model, periods * PERIOD, lambda step: before(islands, model, step))
 
-    return run(count, island)
+    return among(count, job, store=store, **options)
 
 
 def survivors(ends: Sequence[Any]) -> list[Any]:
@@ -243,6 +252,17 @@ def run_islands(count: int, job: Callable[[int], Any], *, deadline_s: float = 60
 def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
     """One of the islands that meet at ``store``, on each of its ranks."""
     return joined(store, size, group=get_default_group().duplicate("islands"), **options)
+
+
+def among_ranks(count: int, job: Callable[[Islands], Any]) -> list[list[Any]]:
+    """The same on each of the ranks of each island, by island."""
+    store = new_store()
+
+    def rank(_: int) -> Any:
+        with together(store, count) as islands:
+            return job(islands)
+
+    return run_islands(count, rank)
 
 
 def expected(algorithm: str, contributed: Sequence[tuple[int, ...]], ranks: int) -> list[torch.Tensor]:
