@@ -11,8 +11,6 @@ import torch
 
 #: Major and minor version of torch.
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-#: What Gloo says in versions before 2.13 of calls and dtypes that it has now.
-_LACKING = ("Invalid scalar type", "does not support")
 
 
 def needs(what: str, found: object) -> pytest.MarkDecorator:
@@ -23,11 +21,6 @@ def needs(what: str, found: object) -> pytest.MarkDecorator:
         found: it, or something false where this torch lacks it.
     """
     return pytest.mark.skipif(not found, reason=f"torch {torch.__version__} has no {what}")
-
-
-def lacks(error: Exception) -> bool:
-    """Whether ``error`` says that Gloo in an old torch cannot do yet what newer versions can."""
-    return TORCH < (2, 13) and any(words in str(error) for words in _LACKING)
 
 
 def leave_out_what_gloo_prints() -> None:
