@@ -128,18 +128,6 @@ def test_the_package_has_the_names_of_its_entry():
     assert not hasattr(bagua, "__wrapped__")
 
 
-def test_the_package_is_a_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "bagua", "--version"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=REPOSITORY,
-        check=False,
-    )
-    assert done.stdout.startswith("bagua ")
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/getting_started.md"])
 def test_what_a_newcomer_installs_draws_the_picture_that_is_promised(page):
     (extras,) = re.findall(r"pip install -c constraints\.txt '\.\[([\w,-]+)\]'", (REPOSITORY / page).read_text("utf-8"))

@@ -74,12 +74,6 @@ def test_training_step(numbers_file, monkeypatch):
     assert "2 ranks, batch 2: bagua : bagua, silent" in names(numbers_file)
 
 
-def test_one_candidate_alone(numbers_file):
-    few = ["--rounds", "1", "--batches", "2", "--hidden", "8", "--backend", "shm", "--only", training_step.COMPARING]
-    assert training_step.main([*few, "--json", str(numbers_file)]) == 0
-    assert names(numbers_file) == ["2 ranks, batch 2: bagua, comparing in each step : bagua"]
-
-
 def test_steps_between_exchanges_and_the_outer_step(numbers_file):
     few = ["--rounds", "2", "--batches", "2", "--hidden", "8", "--backend", "shm", "--only", "diloco between exchanges"]
     assert training_step.main([*few, "--json", str(numbers_file)]) == 0

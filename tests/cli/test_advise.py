@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bagua.advise import MachineFacts, advice
-from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm, registry
+from bagua.algorithms import Algorithm, ByteGradAlgorithm, registry
 from bagua.cli import advise
 from bagua.cli.lab import command as lab_command
 from bagua.comm import destroy_process_group
@@ -83,15 +83,6 @@ def test_a_script_may_be_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     given = ["--seconds", "0", "--out", str(tmp_path / "advice.json"), "--algorithms", "bytegrad"]
     assert advise.main([*given, "-m", "train", "bytegrad"]) == 0
-
-
-def test_plain_ddp_is_named_where_nothing_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path, SCRIPT, "bytegrad", options=("--algorithms", "ddp")) == 0
-    assert "Take plain DDP" in capsys.readouterr().out
-    monkeypatch.setenv("BAGUA_ADVICE", str(tmp_path / "advice.json"))
-    assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
 
 
 @pytest.mark.parametrize(

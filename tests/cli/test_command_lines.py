@@ -49,13 +49,6 @@ def test_commands_say_what_is_wrong_with_an_argument(command, arguments, said, c
     assert said in capsys.readouterr().err
 
 
-def test_bagua_names_its_commands(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main.main(["--help"])
-    assert caught.value.code == 0
-    assert "demo" in capsys.readouterr().out
-
-
 def test_bagua_alone_describes_itself(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bagua"])
     assert main.main() == 2

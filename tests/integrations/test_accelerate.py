@@ -131,8 +131,6 @@ def test_a_hook_that_nobody_calls_is_told(monkeypatch):
         use_comm_hook(sharded, CodecState("minmax_uint8"))
 
 
-# Algorithms.
-
 #: The checkpoint after three steps is saved while an exchange of ``diloco`` is under way.
 STEPS, SAVED_AFTER = 6, 3
 OPTIONS: dict[str, dict[str, Any]] = {

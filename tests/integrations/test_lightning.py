@@ -42,9 +42,6 @@ def results():
     return run_all(dict.fromkeys(jobs, ()))
 
 
-# Equal to Lightning's own strategy.
-
-
 def _through_both() -> dict[str, tuple[Any, Any, int]]:
     runs.as_lightning_starts_it()
     unused = ("ddp_find_unused_parameters_true", {"find_unused_parameters": True})
@@ -88,9 +85,6 @@ def test_training_equals_ddp(results):
     assert calls["accumulated"] == calls["accumulated by hand"] == around + STEPS_PER_EPOCH
 
 
-# All that a Trainer does, and metrics.
-
-
 class Gathering(runs.Regression):
     """Collects something of all ranks when validation ends."""
 
@@ -126,9 +120,6 @@ def test_validation_test_and_prediction(results):
     assert first["predicted"] == runs.SAMPLES // 2
     assert first["gathered"] == [0.0, 1.0]
     assert first["plain again"]
-
-
-# Averages in the background.
 
 
 class Watch(pl.Callback):
@@ -170,8 +161,6 @@ def test_averages_in_the_background_rest_during_validation_and_end_with_training
     trained = [[value for where, _, value in seen if where == "training"] for seen, _ in (first, second)]
     assert trained[0] != trained[1], "between averages, ranks go their own ways"
 
-
-# Batch normalization over all ranks.
 
 #: What each of two ranks trains on: rows, and how many of them are in a batch. Four batches for both.
 SHARES = [(slice(0, 8), 2), (slice(8, 24), 4)]
@@ -217,9 +206,6 @@ def test_synchronized_batch_normalization_is_that_of_the_joined_batches(results)
     assert_close(weights, _normalize_in_one_process())
 
 
-# What cannot be.
-
-
 def _of_two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     halves = list(parameters)
     return [torch.optim.SGD(halves[:2], lr=0.1), torch.optim.SGD(halves[2:], lr=0.1)]
@@ -240,9 +226,6 @@ def _refused() -> None:
 
 def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused(results):
     assert results[_refused] == [None, None]
-
-
-# A wrapped model inside Fabric.
 
 
 def _inside_fabric() -> list[tuple[Any, Any]]:

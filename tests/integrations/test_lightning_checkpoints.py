@@ -67,9 +67,6 @@ def _edit(source: str, target: str, change: Any) -> str:
     return target
 
 
-# Every algorithm.
-
-
 def _module(algorithm: str) -> runs.Regression:
     make = registry.get(algorithm).optimizer_class
     if make is None:
@@ -125,9 +122,6 @@ def test_every_algorithm_trains_checkpoints_and_resumes(results, folder):
     assert all(own["algorithm_state"][f"rank{rank}"]["flights"] for rank, own in enumerate(saved))
 
 
-# Checkpoints of others.
-
-
 def _three_ranks(checkpoint: dict[str, Any]) -> None:
     ranks = checkpoint["bagua"]["ranks"]
     ranks.append(ranks[0])
@@ -171,9 +165,6 @@ def test_checkpoints_of_others(results):
     assert first["evaluated"] == second["evaluated"]
     assert_same_on_all_ranks([first["evaluated weights"], second["evaluated weights"]])
     assert not first["weights only"]
-
-
-# The module's own wishes.
 
 
 class Partial(runs.Regression):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bagua.comm
 from bagua.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
-from bagua.comm import new_group, open_store, serve_store_at
+from bagua.comm import new_group, open_store
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.integrations.fsdp import exchange_shards
 from bagua.membership import Islands
@@ -55,9 +55,6 @@ def mesh_of(shards: int) -> Any:
     """The ranks of this island as a mesh. Collective among all."""
     replicas = bagua.comm.get_world_size() // shards
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))["shards"]
-
-
-# An island goes, and comes again.
 
 
 def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple[State, tuple[int, ...]]]:
@@ -131,10 +128,8 @@ def in_one_piece(crowds: list[tuple[int, ...]], founder: dict[int, int]) -> list
     return found
 
 
-def test_an_island_of_shards_goes_and_comes_again(process_ranks):
-    store, where = serve_store_at("127.0.0.1", 0)
+def test_an_island_of_shards_goes_and_comes_again(process_ranks, where):
     rows = process_ranks(4, go_and_come_again, where)
-    del store
     stays, came = rows[0][0], rows[2][1]
     again = next(seat for seat in stays[6 * PERIOD][1] if seat > 1)
     first = stays[3 * PERIOD][1][0]
@@ -169,18 +164,13 @@ def train_at_own_pace(where: str) -> tuple[int, dict[int, int], int, list[State]
         return islands.seat, islands.pace.numbers, steps, found
 
 
-def test_islands_of_shards_have_a_pace_of_their_own(process_ranks):
-    store, where = serve_store_at("127.0.0.1", 0)
+def test_islands_of_shards_have_a_pace_of_their_own(process_ranks, where):
     rows = process_ranks(4, train_at_own_pace, where)
-    del store
     for seat, numbers, steps, found in rows:
         assert numbers == {0: 6, 1: 2}
         assert steps == (18, 10)[seat]
         for one, other in zip(found, rows[0][3], strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-# What is sent, and refused.
 
 
 def bytes_between(shards: int, where: str) -> int:
@@ -203,10 +193,8 @@ def bytes_between(shards: int, where: str) -> int:
         return sent
 
 
-def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(process_ranks):
-    store, where = serve_store_at("127.0.0.1", 0)
+def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(process_ranks, where):
     one, two = process_ranks(2, bytes_between, 1, where), process_ranks(4, bytes_between, 2, where)
-    del store
     assert one[0] >= 4 * 63 * 64
     assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
 
@@ -232,7 +220,5 @@ def islands_alone(where: str) -> Islands:
         return islands
 
 
-def test_what_is_no_island_of_shards_is_refused(process_ranks):
-    store, where = serve_store_at("127.0.0.1", 0)
+def test_what_is_no_island_of_shards_is_refused(process_ranks, where):
     process_ranks(2, refused, where)
-    del store

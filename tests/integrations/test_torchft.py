@@ -71,9 +71,6 @@ def test_a_replica_that_is_killed_in_backward_comes_back(method: str) -> None:
     assert together.count(2) == 8
 
 
-# The frame, without a manager.
-
-
 def test_a_group_is_made_anew_and_reports_what_was_lost() -> None:
     pytest.importorskip("torchft", reason="needs the extra torchft")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

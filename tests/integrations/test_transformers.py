@@ -242,9 +242,6 @@ def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(
         assert files == {one / f"checkpoint-{step}/bagua-rank{rank}.pt" for one in folders for rank in (0, 1)}
 
 
-# Bad input, and one process.
-
-
 def test_one_process_is_warned_and_trains(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -48,10 +48,7 @@ def test_a_row_shows_shares_of_the_time_between_two_looks():
     rows = top.rows_of({0: beat(world_size=1)}, before, wall_s=1001.0)
     shown = ("120", "1.5", "40%", "20%", "10%", "5.00", "")
     assert rows == [("0", "h:7", "1 s ago", *shown, "world #9 barrier()")]
-
-
-def test_who_trains_no_model_has_no_steps():
-    assert top.rows_of({0: beat(world_size=1, steps=None)}, {}, wall_s=1000.0)[0][3:5] == ("", "")
+    assert top.rows_of({0: beat(world_size=1, steps=None)}, {}, wall_s=1000.0)[0][3:5] == ("", "")  # It trains nothing.
 
 
 def test_a_look_that_finds_nothing_new_shows_the_last_news():
@@ -84,7 +81,7 @@ def test_a_store_that_never_answers_is_given_up():
         Beats(Gone(), -1).read_within(60.0)
 
 
-def test_an_address_may_be_of_ipv6_and_a_port_may_not_be_any_number(capsys):
+def test_an_address_may_be_of_ipv6(capsys):
     with socket.socket(socket.AF_INET6) as free:
         try:
             free.bind(("::1", 0))
@@ -93,9 +90,6 @@ def test_an_address_may_be_of_ipv6_and_a_port_may_not_be_any_number(capsys):
         port = free.getsockname()[1]  # Nobody listens there.
         assert main.main(["top", f"[::1]:{port}", "--once"]) == 1
     assert "Connection refused" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main.main(["top", "127.0.0.1:65536"])
-    assert "[::1]:29500" in capsys.readouterr().err
 
 
 def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys, port):
@@ -170,9 +164,6 @@ def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
         free.bind(("127.0.0.1", 0))  # Nobody listens there.
         assert main.main(["top", f"127.0.0.1:{free.getsockname()[1]}", "--once"]) == 1
     assert "no job answers" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main.main(["top", "nowhere"])
-    assert "HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("says", "shown"), [(b"", "no answer within 0.1 s"), (b"SSH-2.0", "is no store")])

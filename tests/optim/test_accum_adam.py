@@ -79,15 +79,6 @@ def test_the_published_update(kind, period, decay):
         assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "plain"), [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)])
-def test_a_period_of_one_step_is_adam(kind, plain):
-    held, others = parameters(), parameters()
-    found = trained(kind(held, LR, (BETA1, BETA2), EPS, 0.1, 1), held, range(6))
-    wanted = trained(plain(others, LR, (BETA1, BETA2), EPS, 0.1), others, range(6))
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_it_goes_on_where_its_state_was_taken():
     held = parameters()
     optimizer = AccumAdam(held, LR, accum_iter=4)

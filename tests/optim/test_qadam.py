@@ -98,20 +98,6 @@ def test_a_frozen_denominator_follows_what_it_was_made_of(change):
     torch.testing.assert_close(weight.detach(), expected)
 
 
-def test_no_gradient_of_the_warm_up_is_lost():
-    """In the last of its steps, too, both moments take the gradient up."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = QAdamOptimizer([weight], warmup_steps=1)
-    weight.grad = torch.full((1,), 2.0)
-    optimizer.step()
-    state = optimizer.state[weight]
-    assert state["exp_avg"].item() == pytest.approx(0.2)
-    assert state["exp_avg_sq"].item() == pytest.approx(0.004)
-    optimizer.step()
-    assert state["exp_avg"].item() == pytest.approx(0.38)
-    assert state["exp_avg_sq"].item() == pytest.approx(0.004)
-
-
 def test_parameters_without_a_gradient_rest_and_count_for_themselves():
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = QAdamOptimizer([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, warmup_steps=2)

@@ -187,9 +187,6 @@ def _layout(choose: Choose, face: Face, kind: str, dtype: torch.dtype) -> Any:
     return choose("layout", plain)
 
 
-# Running.
-
-
 def run_programs(programs: Sequence[Program], rounds_once: bool) -> list[dict[str, str]]:
     """Run programs on ranks of bagua, one after the other; see ``_Run.finish`` for what it returns."""
     made = {program.places for program in programs}

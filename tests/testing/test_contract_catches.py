@@ -46,10 +46,6 @@ def never_completes(transport, call, source, target, true):
 START, ABORT = ThreadsTransport.start, ThreadsTransport.abort
 
 
-def ignore_deadlines(transport, call, source, target, timeout_s, asynchronous):
-    return START(transport, call, source, target, 30.0, asynchronous)
-
-
 def abort_slowly(transport, reason, culprit=None):
     time.sleep(failures.SOON_S + 0.5)
     ABORT(transport, reason, culprit)

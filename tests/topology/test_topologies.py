@@ -73,14 +73,6 @@ def test_ranks_on_uneven_hosts_come_together(between_hosts):
     assert consensus_rate(Hierarchical(between_hosts), 9, nodes=[0, 1, 1, 2, 2, 2, 3, 3, 4]) < 0.97
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_vectors_of_ranks_reach_their_mean(name):
-    values = torch.tensor([4.0, -1.0, 7.0, 2.0, 5.0, 1.0], dtype=torch.float64)
-    for step in range(1, 200):
-        values = create(name).matrix(6, step) @ values
-    assert torch.allclose(values, torch.full_like(values, 3.0))
-
-
 def test_a_period_is_what_it_says():
     for name in NAMES:
         for size in (1, 2, 3, 4, 6, 7):
@@ -216,9 +208,6 @@ def test_alternating_exp_ring_gives_each_pair_of_hosts_a_round_together_and_one_
     seen = [[edge.ranks for edge in create("alternating_exp_ring").round(8, step, nodes).edges] for step in (1, 2)]
     assert seen == [[(0, 1), (2, 3), (4, 5, 6, 7)], [(0, 1, 2, 3), (4, 5), (6, 7)]]
     assert consensus_rate(create("alternating_exp_ring"), 8, nodes) == 0.0
-
-
-# What is refused.
 
 
 def refused(build, *words: str) -> None:

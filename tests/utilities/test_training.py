@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import bagua.comm
-import bagua.torch_api
 from bagua.errors import ConfigurationError, NotInitializedError
 from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
 
@@ -143,9 +142,3 @@ def _printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rank_0_alone_prints(thread_ranks, capsys):
     thread_ranks(3, _printed, capsys)
     assert capsys.readouterr().out == "rank-0!\n"
-
-
-@pytest.mark.parametrize("name", ["average_metrics", "distributed_loader", "notebook_launch", "print_rank_0"])
-def test_the_front_door_has_the_helpers(name):
-    assert getattr(bagua.torch_api, name) is getattr(bagua, name)
-    assert name in bagua.torch_api.__all__
