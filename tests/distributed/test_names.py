@@ -169,6 +169,27 @@ def test_ranks_are_global_and_outsiders_return_at_once(ranks):
     ]
 
 
+def make_groups_of_neighbours():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(size))
+    ends = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        assert (dist.get_group_rank(ends, size - 1), dist.get_global_rank(ends, 1)) == (1, size - 1)
+        dist.reduce(torch.ones(1), group_dst=1, group=ends)
+    else:
+        assert ends == dist.GroupMember.NON_GROUP_MEMBER
+        assert dist.get_rank(ends) == dist.get_world_size(ends) == -1
+    pairs = [[0, 1], [2]]
+    mine, everyone = dist.new_subgroups_by_enumeration(pairs)
+    alone, _ = dist.new_subgroups(group_size=1)
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    return len(everyone), *(dist.get_process_group_ranks(group) for group in (mine, alone))
+
+
+def test_groups_and_their_parts(ranks):
+    assert ranks(3, make_groups_of_neighbours) == [(2, [0, 1], [0]), (2, [0, 1], [1]), (2, [2], [2])]
+
+
 class Note:
     def __init__(self, text):
         self.text = text

@@ -33,17 +33,15 @@ def coded(tensor: torch.Tensor) -> torch.Tensor:
     return CODEC.decompress(CODEC.compress(tensor), Metadata.of(tensor))
 
 
-def run(
-    reducer: SumReducer, scale: float = 1.0, bad_call: int = -1, numel: int = NUMEL
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(reducer: SumReducer, scale: float = 1.0, bad_call: int = -1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The results of all calls, and what is remembered in the end. One call may see an Inf on rank 1."""
     communicator = bagua.comm.get_default_group().global_communicator
-    memory = reducer.memory(communicator, values(0, 0)[:numel])
+    memory = reducer.memory(communicator, values(0, 0))
     memory.loss_scale = scale
     results = []
     for call in range(CALLS):
         memory.step = call
-        flat = values(communicator.rank, call)[:numel] * scale
+        flat = values(communicator.rank, call) * scale
         if (call, communicator.rank) == (bad_call, 1):
             flat[3] = torch.inf
         reducer.reduce(flat, communicator, memory)
@@ -114,17 +112,6 @@ def test_estimates_follow_by_compressed_changes(thread_ranks, averaging):
         assert torch.equal(result, results[0][0])
         torch.testing.assert_close(state["total"], total)
     assert not torch.allclose(results[0][0], simulated_ef21(averaging / 2))
-
-
-def test_averaged_estimates_come_near_a_sum_that_stays(thread_ranks):
-    """That is what the form is for: compressed changes vanish, where compressed gradients do not."""
-    steady = sum(values(rank, 0) * 0 + torch.linspace(-1, 1, NUMEL).double() * (rank + 1) for rank in range(SIZE))
-    averaged = thread_ranks(SIZE, run, EF21(AllGatherReducer(CODEC), 0.1))[0][0][-1]
-    plain = thread_ranks(SIZE, run, AllGatherReducer(CODEC))[0][0][-1]
-    fed_back = thread_ranks(SIZE, run, ErrorFeedback(AllGatherReducer(CODEC)))[0][0][-1]
-    error = (averaged - steady).norm()
-    assert error < 0.3 * (plain - steady).norm()
-    assert error < 0.3 * (fed_back - steady).norm()
 
 
 FORMS = [

@@ -263,12 +263,6 @@ def test_hosts_sum_exactly_and_their_leaders_with_the_reducer(thread_ranks, host
     torch.testing.assert_close(results[0], expected)
 
 
-def test_on_one_host_all_ranks_use_the_reducer(thread_ranks):
-    codec = Sign(block_numel=64)
-    expected = sum(coded(codec, values(rank)) for rank in range(3))
-    torch.testing.assert_close(thread_ranks(3, _sum_by_host, AllGatherReducer(codec), hosts=[3])[0], expected)
-
-
 # What cannot be reduced.
 
 

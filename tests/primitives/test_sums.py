@@ -20,17 +20,13 @@ def _sum(hierarchical: bool) -> tuple[torch.Tensor, list[str]]:
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("hierarchical", [False, True])
-def test_the_sum_over_ranks_does_not_depend_on_hosts(thread_ranks, hosts, hierarchical):
-    size = sum(hosts)
+def test_sums_do_not_depend_on_hosts_and_are_flat_without_several_ranks_on_one_of_several(
+    thread_ranks, hosts, hierarchical
+):
+    size, flat = sum(hosts), not hierarchical or len(hosts) == 1 or max(hosts) == 1
     expected = torch.tensor([1.0, 10.0]) * (size * (size + 1) // 2)
-    for tensor, _ in thread_ranks(size, _sum, hierarchical, hosts=hosts):
+    for tensor, calls in thread_ranks(size, _sum, hierarchical, hosts=hosts):
         assert torch.equal(tensor, expected)
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_with_one_host_or_one_rank_per_host_the_flat_form_runs(thread_ranks, hosts):
-    flat = len(hosts) == 1 or max(hosts) == 1
-    for _, calls in thread_ranks(sum(hosts), _sum, True, hosts=hosts):
         assert any("allreduce" in call for call in calls) == flat
 
 
