@@ -4,7 +4,7 @@ A contender is written as text, so that it fits on a command line and reaches th
 
 * ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook of torch;
 * ``ddp_8bit``: the same with our hook that sends one byte for each element;
-* ``silent``: bagua's engine with an exchange that does nothing;
+* ``silent``: bagua's engine with an exchange that does nothing: the least that a step can take;
 * ``decentralized_data_parallel``: DecentralizedDataParallel with one other peer in each step;
 * ``adam``, ``lamb``, ``dion_optimizer``: gradient allreduce with another optimizer in place of the task's, to compare
   algorithms with that need one; ``adam:lr=0.03`` with another learning rate than what usually suits it;
