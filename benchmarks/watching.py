@@ -13,6 +13,11 @@
 * The time of calls by a stopwatch around them, against the sum of exposed, hidden and waiting time.
 
 ``python -m benchmarks.watching``
+
+Results: noting a call takes 0.8 us, and ``metrics()`` 25 us. A record makes steps 0.4 % longer, from -0.5 to 2.0 %, and
+takes 30 KB for each rank. In 20 of 20 runs of 150 steps, ``metrics()`` and ``bagua timeline`` named a rank that took
+22 ms for 20 ms of work, and nobody without a late rank. With more work than cores, ``metrics()`` named the late one in
+17 and 19 of 20 runs on shared memory, and somebody in 3 of 5 runs on Gloo.
 """
 
 import argparse
