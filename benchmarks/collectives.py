@@ -10,6 +10,17 @@ Where processes can share memory: collectives on ``shm`` against those of ``torc
 calls costs, and, where mpi4py is installed, collectives on ``shm`` against those of Open MPI. ``--plot`` draws them.
 
 ``python -m benchmarks.collectives``
+
+Results, with those of docs/shared_memory.md: two ranks on two cores of a virtual machine, medians of 40 rounds. Four
+ranks on the same cores took 3 to 18 % of Gloo's time up to 1 MiB, 33 % with 4 MiB, and 46 % with 25 MB. Comparing calls
+costs 0.8 us for each.
+
+| call | shared memory | of Gloo's time | of Open MPI's time |
+|---|---|---|---|
+| broadcast, 4 MiB | 0.36 ms | 0.27 | 1.1 |
+| allgather, 4 MiB | 0.96 ms | 0.21 | 1.4 |
+| reduce_scatter, 4 MiB | 0.47 ms | 0.10 | 0.5 |
+| alltoall, 4 MiB | 0.51 ms | 0.29 | 1.6 |
 """
 
 import argparse
