@@ -64,7 +64,8 @@ def backend_request() -> Any:
 def requested_backends() -> c10d.BackendConfig | None:
     """What torch made of the string of backends; for a creator of a backend only.
 
-    Torch does not hand it to creators, so it comes from its frame; None if that has changed.
+    Torch does not hand it to creators, and drops the second backend of a string such as ``cpu:gloo,cuda:bagua``. So it
+    comes from torch's frame; None if that has changed.
     """
     # This function, the creator, perhaps the one of ``bagua.plugin``, and torch.
     frames = (sys._getframe(2), sys._getframe(3))

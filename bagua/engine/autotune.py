@@ -2,7 +2,8 @@
 
 Ranks ask at the same step. Each posts what it measured to the store, and all read what rank 0 decides. Nothing of this
 passes through the communicators of the model, so a rank that asks alone meets no message of another kind: it waits,
-and then says for whom.
+and then says for whom. Every layout is measured once: ten or twenty settings are fewer than a model of the scores
+needs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,10 @@ def sentinels_of(
     trained: Collection[torch.nn.Parameter],
     arrived: Collection[torch.nn.Parameter],
 ) -> tuple[torch.nn.Parameter, ...]:
-    """One parameter of each optimizer, whose gradient tells of a pass: one that has ``arrived``, if one has."""
+    """One parameter of each optimizer, whose gradient tells of a pass: one that has ``arrived``, if one has.
+
+    For phases without an exchange of gradients.
+    """
     ours, came = set(trained), set(arrived)
     found: dict[torch.nn.Parameter, None] = {}
     for optimizer in optimizers:

@@ -66,7 +66,10 @@ def _remove(handles: list[Any]) -> None:
 
 
 class Pass:
-    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors."""
+    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors.
+
+    So a step that an error leaves half-way is noticed at once.
+    """
 
     __slots__ = ("__weakref__", "_complete")
 

@@ -1,4 +1,7 @@
-"""Ranks that change the model, or cannot go on: waiting until all have changed it alike, and telling the others."""
+"""Ranks that change the model, or cannot go on: waiting until all have changed it alike, and telling the others.
+
+They agree through the store, because a communicator may hold gradients of others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is put on a user's module, and what the module is without it: that is what is copied and pickled."""
+"""What is put on a user's module, and what the module is without it: that is what is copied and pickled.
+
+The module keeps its class: a class made at run time hid names of the user.
+"""
 
 from __future__ import annotations
 

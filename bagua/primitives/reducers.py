@@ -110,6 +110,7 @@ class SumReducer(ABC):
             memory: from ``memory`` of this reducer; ``settle`` it afterwards.
             remainder: like ``flat``, or None. Takes what is lost of this rank's share: the
                 sum over ranks of ``flat`` before is ``flat`` afterwards plus the sum of ``remainder``.
+                Error feedback needs nothing else.
         """
 
 

