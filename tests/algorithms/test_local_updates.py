@@ -75,7 +75,7 @@ class TestLocalUpdates(AlgorithmContract):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        DiLoCoAlgorithm(4, start_after=3),
+        DiLoCoAlgorithm(4, start_after=3, start_with="power_sgd"),
         LocalSGDAlgorithm(3, start_after=4),
         Algorithm.of(Exchange(Gradients(), Every(), Mean(), Replace(), lag=1)),
         SparseLoCoAlgorithm(3, start_after=4, block_numel=8, kept=4),
@@ -126,6 +126,7 @@ def mean_of(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
          DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.5, outer_momentum=0.2)),
         (DiLoCoAlgorithm(4, fragments=1, fragment_order="bytes"), DiLoCoAlgorithm(4)),
         (DiLoCoAlgorithm(4, start_after=100), Algorithm.init("gradient_allreduce")),
+        (LocalSGDAlgorithm(4, start_after=100, start_with="power_sgd"), Algorithm.init("power_sgd")),
         # As long as the inner optimizer is linear in the gradient, momentum included.
         (LocalSGDAlgorithm(1), Algorithm.init("gradient_allreduce")),
     ],

@@ -76,6 +76,7 @@ class DiLoCoAlgorithm(LocalUpdates):
         anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
             weights are.
         start_after: so many steps at the beginning exchange gradients instead.
+        start_with: an algorithm that sums gradients in each of these steps, as ``power_sgd`` on slow links.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.

@@ -27,6 +27,7 @@ class LocalSGDAlgorithm(LocalUpdates):
         overlap: steps from the start of an exchange to its end; less than ``sync_every``. Training goes on meanwhile,
             and nothing that is learned meanwhile is lost.
         start_after: so many steps at the beginning exchange gradients instead.
+        start_with: an algorithm that sums gradients in each of these steps, as ``power_sgd`` on slow links.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.

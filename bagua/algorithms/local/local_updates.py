@@ -6,14 +6,14 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
 from bagua.algorithms.declarations import DistributedAlgorithm
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.flight import Model
-from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
+from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Sum
 from bagua.checks import check_choice, check_flags, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import SumReducer
@@ -28,7 +28,8 @@ class LocalUpdates(ByHost):
 
     Args:
         sync_every: steps from one exchange to the next.
-        start_after: so many steps at the beginning exchange gradients instead, as ``gradient_allreduce`` does.
+        start_after: so many steps at the beginning exchange gradients instead.
+        start_with: an algorithm that sums gradients in each of these steps, as ``power_sgd`` on slow links.
         hierarchical: sum inside each host first, so that each link between hosts carries the weights once.
         average_buffers: floating-point buffers, as running means, become their means after each ``sync_every``-th step.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``: hosts then train alone, each
@@ -45,6 +46,7 @@ class LocalUpdates(ByHost):
     sync_every: int = 8
     _: KW_ONLY
     start_after: int = 0
+    start_with: Algorithm | str = "gradient_allreduce"
     hierarchical: bool = True
     average_buffers: bool = False
     inner: Algorithm | str | None = None
@@ -62,15 +64,18 @@ class LocalUpdates(ByHost):
             )
         check_whole(0, start_after=self.start_after)
         check_flags(hierarchical=self.hierarchical, average_buffers=self.average_buffers)
-        expected = "an algorithm that sums gradients in each step, as gradient_allreduce, or None"
-        check_kind((Algorithm, DistributedAlgorithm, str, type(None)), expected, inner=self.inner)
+        object.__setattr__(self, "start_with", _summing(start_with=self.start_with))
+        if not self.start_after and self.start_with != as_algorithm("gradient_allreduce"):
+            raise ConfigurationError(
+                "no steps begin the training", argument="start_with", expected="start_after=N", seen=self.start_with
+            )
         if self.inner is not None:
-            object.__setattr__(self, "inner", as_algorithm(self.inner))
+            object.__setattr__(self, "inner", _summing(inner=self.inner))
             if not self.hierarchical:
                 raise ConfigurationError(
                     "with inner, hosts exchange in place of ranks", argument="hierarchical", expected=True, seen=False
                 )
-        _ = self._inside, self.outer_exchange  # Refuse options that they cannot use.
+        _ = self.outer_exchange  # Refuse options that they cannot use.
 
     def check(self, model: Model) -> None:
         """Refuse a pace of its own where nobody agrees on it, and what the inner algorithm refuses."""
@@ -81,8 +86,9 @@ class LocalUpdates(ByHost):
                 expected="with_bagua(..., between=islands), or pace='equal'",
                 seen=self.pace,
             )
-        if isinstance(self.inner, Algorithm):
-            self.inner.check(model)
+        for one in (self.inner, self.start_with if self.start_after else None):
+            if isinstance(one, Algorithm):
+                one.check(model)
 
     @property
     def is_hierarchical(self) -> bool | None:
@@ -103,7 +109,14 @@ class LocalUpdates(ByHost):
         if self.inner is None:
             return ()
         assert isinstance(self.inner, Algorithm)
-        return tuple(_inside(one, self.inner) for one in self.inner.every_exchange())
+        return tuple(_inside(one) for one in self.inner.every_exchange())
+
+    @property
+    def _beginning(self) -> tuple[Exchange, ...]:
+        """What all ranks exchange in each step at the beginning."""
+        assert isinstance(self.start_with, Algorithm)
+        found = self.start_with.every_exchange()
+        return tuple(_labelled(one, "gradients", hierarchical=self.hierarchical) for one in found)
 
     @property
     @abstractmethod
@@ -122,7 +135,7 @@ class LocalUpdates(ByHost):
     def exchanges(self, phase: Hashable = _ALONE) -> tuple[Exchange, ...]:
         """Gradients in each step at the beginning; weights every so often after that."""
         if phase == _TOGETHER:
-            return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace(), label="gradients"),)
+            return self._beginning
         found = (*self._inside, self.outer_exchange)
         if not self.average_buffers:
             return found
@@ -131,17 +144,31 @@ class LocalUpdates(ByHost):
         return (*found, Exchange(Buffers(), when, how, Replace(), parts=WHOLE, label="buffers"))
 
 
-def _inside(exchange: Exchange, inner: Algorithm) -> Exchange:
+def _summing(**argument: object) -> Algorithm:
+    """An algorithm that keeps weights of ranks equal by sums of gradients, and is the same in each step."""
+    ((name, given),) = argument.items()
+    expected = "an algorithm that sums gradients in each step, without a warm-up, as gradient_allreduce"
+    expected += ", or None" * (name == "inner")
+    check_kind((Algorithm, DistributedAlgorithm, str), expected, **argument)
+    assert isinstance(given, Algorithm | DistributedAlgorithm | str)
+    algorithm = as_algorithm(given)
+    for exchange in algorithm.every_exchange():
+        of_gradients = exchange.what is not None and exchange.what.reads == {"gradients"}
+        each_step = exchange.when == Every() and exchange.lag == 0 and len(algorithm.phases) == 1
+        if not (isinstance(exchange.how, Sum) and exchange.how.over == "ranks" and of_gradients and each_step):
+            raise ConfigurationError(
+                "weights must be equal after each of these steps", argument=name, expected=expected, seen=repr(given)
+            )
+    return algorithm
+
+
+def _inside(exchange: Exchange) -> Exchange:
     """The same exchange, of the ranks of each host by themselves."""
-    how = exchange.how
-    of_gradients = exchange.what is not None and exchange.what.reads == {"gradients"}
-    each_step = exchange.when == Every() and exchange.lag == 0 and len(inner.phases) == 1
-    if not (isinstance(how, Sum) and how.over == "ranks" and of_gradients and each_step):
-        raise ConfigurationError(
-            "ranks of one host must hold equal weights after each step",
-            argument="inner",
-            expected="an algorithm that sums gradients in each step, as gradient_allreduce, or None",
-            seen=repr(inner),
-        )
-    how = dataclasses.replace(how, hierarchical=False, over="inside")
-    return dataclasses.replace(exchange, how=how, label=".".join(filter(None, ("inner", exchange.label))))
+    return _labelled(exchange, "inner", hierarchical=False, over="inside")
+
+
+def _labelled(exchange: Exchange, label: str, **how: Any) -> Exchange:
+    """The same exchange with another way to sum, and a label in front of its own."""
+    assert isinstance(exchange.how, Sum)
+    changed = dataclasses.replace(exchange.how, **how)
+    return dataclasses.replace(exchange, how=changed, label=".".join(filter(None, (label, exchange.label))))

@@ -89,6 +89,7 @@ class SlowMoAlgorithm(LocalUpdates):
         beta: slow momentum, from 0 and less than 1; 0 is local SGD.
         alpha: slow learning rate, above 0.
         start_after: so many steps at the beginning exchange gradients instead.
+        start_with: an algorithm that sums gradients in each of these steps, as ``power_sgd`` on slow links.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.

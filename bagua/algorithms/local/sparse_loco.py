@@ -48,6 +48,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
         average: ``contributors``: each element is the mean over those ranks that sent it. ``all``: elements that a rank
             does not send count as zero, as in the paper; steps are up to ``n`` times shorter then.
         start_after: so many steps at the beginning exchange gradients instead.
+        start_with: an algorithm that sums gradients in each of these steps, as ``power_sgd`` on slow links.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
