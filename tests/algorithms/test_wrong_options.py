@@ -157,6 +157,7 @@ def test_other_options_of_algorithms(name, option, wrong):
         (lambda: algorithms.LocalSGDAlgorithm(4, start_after=-1), "start_after"),
         (lambda: algorithms.LocalSGDAlgorithm(4, start_with="bytegrad"), "no steps begin the training"),
         (lambda: algorithms.SlowMoAlgorithm(4, start_after=2, start_with="qadam"), "sums gradients in each step"),
+        (lambda: algorithms.DiLoCoAlgorithm(4, start_after=2, start_with="dion"), "an optimizer of its own"),
         (lambda: algorithms.DiLoCoAlgorithm(4, start_after=2, start_with=None), "start_with"),
         (lambda: algorithms.SlowMoAlgorithm(4, beta=1.0), "beta"),
         (lambda: algorithms.SlowMoAlgorithm(4, alpha=0.0), "alpha"),

@@ -145,16 +145,20 @@ class LocalUpdates(ByHost):
 
 
 def _summing(**argument: object) -> Algorithm:
-    """An algorithm that keeps weights of ranks equal by sums of gradients, and is the same in each step."""
+    """An algorithm that keeps weights of ranks equal by sums of gradients, alike in each step, with any optimizer."""
     ((name, given),) = argument.items()
-    expected = "an algorithm that sums gradients in each step, without a warm-up, as gradient_allreduce"
+    expected = (
+        "an algorithm that sums gradients in each step, without a warm-up or an optimizer of its own, as "
+        "gradient_allreduce"
+    )
     expected += ", or None" * (name == "inner")
     check_kind((Algorithm, DistributedAlgorithm, str), expected, **argument)
     assert isinstance(given, Algorithm | DistributedAlgorithm | str)
     algorithm = as_algorithm(given)
+    alike = len(algorithm.phases) == 1 and algorithm.optimizer_class is None
     for exchange in algorithm.every_exchange():
         of_gradients = exchange.what is not None and exchange.what.reads == {"gradients"}
-        each_step = exchange.when == Every() and exchange.lag == 0 and len(algorithm.phases) == 1
+        each_step = alike and exchange.when == Every() and exchange.lag == 0
         if not (isinstance(exchange.how, Sum) and exchange.how.over == "ranks" and of_gradients and each_step):
             raise ConfigurationError(
                 "weights must be equal after each of these steps", argument=name, expected=expected, seen=repr(given)
