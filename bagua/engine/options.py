@@ -256,6 +256,7 @@ class AlgorithmOptions(TypedDict, total=False):
     reset_every: int
     seed: int
     start_after: int
+    start_with: Algorithm | str
     sync_every: int
     sync_interval_ms: float
     topology: str | Topology
