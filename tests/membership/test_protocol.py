@@ -159,6 +159,13 @@ def test_newcomers_that_are_lost_before_they_had_the_state_are_not_missed(number
     assert isinstance(after, Epoch) is goes_on
 
 
+def test_a_newcomer_that_told_of_the_state_before_it_died_is_missed():
+    epoch = Epoch(4, (0, 1, 2), 7, newcomers=(1, 2))
+    said = {seat: StopReport(4, 7) for seat in (0, 1)}
+    after = next_epoch(epoch, said, dict.fromkeys((1, 2), "it died"))
+    assert str(after).startswith("seat 0 are not more than half of seats 0, 1")
+
+
 def test_the_first_epoch_has_one_donor():
     assert first_epoch([4, 1, 2])[:4] == (1, (1, 2, 4), 0, (2, 4))
 
