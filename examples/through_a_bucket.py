@@ -37,7 +37,6 @@ torch.seed()  # Each island draws other data.
 
 def train(islands):
     """Take the steps that are left, and print the weights, which all share."""
-    bagua.with_bagua(model, optimizer, algorithm, between=islands)
     while model.bagua_step < options.steps:
         inputs = torch.randn(64, 32)
         loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
@@ -57,8 +56,11 @@ while True:
         with bagua.join_islands(
             options.where, size=options.islands, minimum=1
         ) as islands:
-            train(islands)
+            bagua.with_bagua(model, optimizer, algorithm, between=islands)
+            try:
+                train(islands)
+            finally:
+                model.bagua_close()
         break
     except LeftOutError:  # This process was stopped, and the others went on.
         print("left out: comes in again as a newcomer")
-        model.bagua_close()
