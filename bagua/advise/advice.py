@@ -201,9 +201,11 @@ def rehearse_all(
             continue
         tell(f"rehearsing {name}")
         try:
-            for options in RECIPES.get(name, ({},)):
-                one = rehearse(Algorithm.init(name, **options), facts, sizes, name=name)
-                found.append(dataclasses.replace(one, options=options))
+            made = [
+                (rehearse(Algorithm.init(name, **one), facts, sizes, name=name), one)
+                for one in RECIPES.get(name, ({},))
+            ]
+            found += [dataclasses.replace(rehearsal, options=options) for rehearsal, options in made]
         except BaguaError as error:
             refusals[name] = f"{error.problem}. {error.advice}".removesuffix(". ")
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered
