@@ -127,7 +127,7 @@ def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statisti
 
 def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
     recorder = Recorder(clock)
-    lane = ThreadLane(solo_group().duplicate("test-observe"))
+    lane = ThreadLane(solo_group().duplicate("test-observe"), torch.device("cpu"))
     lane.recorder = recorder
 
     def exchange() -> None:

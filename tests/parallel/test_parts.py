@@ -108,7 +108,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
 
 
 def test_the_background_thread_keeps_order_raises_errors_and_ends():
-    background = lanes.ThreadLane(solo_group().duplicate("test-exchanges"))
+    background = lanes.ThreadLane(solo_group().duplicate("test-exchanges"), torch.device("cpu"))
     order: list[int] = []
     waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
 

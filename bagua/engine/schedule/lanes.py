@@ -64,25 +64,38 @@ class Lane:
 
 
 class ThreadLane(Lane):
-    """In one background thread, which is told while the thread that computes waits."""
+    """In one background thread, which is told while the thread that computes waits.
+
+    On a GPU the thread works on the stream of whom it works for: else it would read values before they are computed.
+    """
 
     thread: BackgroundThread
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
+        self._device = device
         self.thread = BackgroundThread(f"bagua-{group.label}")
 
     def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Queue ``exchange``."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def complete() -> None:
-            with in_background(self.recorder):
+            with in_background(self.recorder), torch.cuda.stream(stream):
                 self.at_work = bucket
                 work = exchange()
                 if work is not None:
                     work.wait()
 
-        return functools.partial(self.recorder.while_blocked, self.thread.submit(complete).result)
+        result = self.thread.submit(complete).result
+        if stream is None:
+            return functools.partial(self.recorder.while_blocked, result)
+
+        def wait() -> None:
+            self.recorder.while_blocked(result)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+        return wait
 
 
 @functools.cache
@@ -125,7 +138,7 @@ def create_lane(group: ProcessGroup, device: torch.device, *, blocking: bool) ->
         return StreamLane(group, device)
     if not blocking and (group.size == 1 or preferred == "caller"):
         return Lane(group)
-    return ThreadLane(group)
+    return ThreadLane(group, device)
 
 
 def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
