@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +36,9 @@ class LowRankReducer(SumReducer):
     def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
         columns = sum(map(self._columns_of, self.factored(memory)))
         generator = torch.Generator().manual_seed(self.seed)
-        factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
+        factors = torch.randn(
+            columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype), device="cpu"
+        )
         return factors.to(memory.device)
 
     def _left_factors(
@@ -157,11 +161,23 @@ def between_blocks(blocks: list[MatrixBlock], numel: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
 
 
+_loading = threading.Lock()
+
+
+@functools.cache
+def _load_cuda_linalg(device: torch.device) -> None:
+    """Torch loads it in the first call, and fails where two threads make their first call at a time."""
+    with _loading:
+        torch.linalg.qr(torch.ones(1, 1, device=device))
+
+
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span those of ``matrix``; any, where these are not independent.
 
     A rank that decomposes the same numbers finds the same columns. A decomposition of zeros
     gives columns of the identity, so a matrix that was zero once does not stay zero.
     """
+    if matrix.is_cuda:
+        _load_cuda_linalg(matrix.device)
     columns: torch.Tensor = torch.linalg.qr(matrix).Q
     return columns
