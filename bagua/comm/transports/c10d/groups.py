@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store
 
 from bagua import env
 from bagua.checks import did_you_mean
+from bagua.comm.lifetime.background import beside
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_private import backend_request, gloo_options, nccl_options, plugins
@@ -188,7 +189,7 @@ class GlooGroup(BackendGroup):
             if peer != self.rank:
                 # A connection that is closed already refuses.
                 with contextlib.suppress(RuntimeError):
-                    poison.append(group.recv([torch.empty(1)], peer, self._POISON_TAG))
+                    poison.append(group.recv([torch.empty(1, device="cpu")], peer, self._POISON_TAG))
         for work in poison:
             with contextlib.suppress(RuntimeError):
                 work.wait(as_timedelta(self._POISON_S))
@@ -220,10 +221,15 @@ class NcclGroup(BackendGroup):
                 group.abort()
 
     def close(self) -> None:
+        """Beside the caller: NCCL waits for the other ranks, which may close later, or in another order."""
         group, self.group = self.group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.shutdown()
+
+            def shut_down() -> None:
+                with contextlib.suppress(RuntimeError):
+                    group.shutdown()
+
+            beside(shut_down)
 
 
 class OtherGroup(BackendGroup):
