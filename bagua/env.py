@@ -216,6 +216,16 @@ def with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def visible_gpus() -> str:
+    """Which GPUs this process may see; empty for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def may_share_gpus() -> bool:
+    """Whether NCCL, from version 2.30 on, is told to connect ranks that share a GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def prefer_nccl_clean_up() -> None:
     """Make torch's NCCL watchdog clean up after an error instead of ending the process.
 

@@ -171,6 +171,21 @@ def test_barriers_of_nccl_run_on_the_current_device(monkeypatch: pytest.MonkeyPa
     assert (name, options.device) == ("barrier", torch.device("cuda", 5))
 
 
+def fail_as_nccl(comm: Communicator) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp, invalid usage. Last error: Duplicate GPU detected : rank 1")
+
+    comm.pipeline._transport._channels["cpu"].start = refuse
+    with pytest.raises(TransportUnavailableError, match=r"set_device\(int\(os.environ") as caught:
+        comm.allreduce(torch.ones(2))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not comm.usable
+
+
+def test_ranks_on_one_gpu_are_told_what_to_call() -> None:
+    values(run_on_gloo(2, fail_as_nccl))
+
+
 def test_every_call_carries_its_own_deadline() -> None:
     group = RecordingGroup()
     lowering = Lowering(group, 0, 2, GlooGroup.abilities)

@@ -28,6 +28,7 @@ from bagua.errors import (
 )
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import this_rank
+from tests.harness import in_threads
 from tests.interpreters import interpreter
 from tests.launching import ends, free_port, launched
 
@@ -524,3 +525,30 @@ def test_a_single_process_that_forgets_to_destroy_ends_well():
     script = textwrap.dedent(FORGETFUL.format(arguments="", ending="work.wait()"))
     done = subprocess.run([*interpreter(), "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[1.0, 1.0, 1.0]", "")
+
+
+@pytest.mark.parametrize("visible", [("", ""), ("0", "1")], ids=str)
+def test_nccl_connects_no_ranks_that_share_a_gpu(visible: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of one GPU and two ranks; or two ranks with a GPU each."""
+    monkeypatch.setattr(formation, "backend_refusal", lambda *_: None)
+    store = dist.HashStore()
+
+    def ask(rank: int, backend: str | None) -> formation.StartupPlan:
+        able = {"gpus": 1, "visible": visible[rank], "may_share_gpus": False, "no_shared_memory": ""}
+        answers.abilities = able
+        return formation.plan(dist.PrefixStore(str(backend), store), rank, [0, 1], backend, 20.0)
+
+    answers = threading.local()
+    monkeypatch.setattr(formation, "abilities", lambda _: answers.abilities)
+    alone = visible == ("0", "1")
+    for found in in_threads(2, lambda rank: ask(rank, None)):
+        assert found.choices[0][0] == ("cpu:gloo,cuda:nccl" if alone else "gloo")
+
+    def refused(rank: int) -> str:
+        try:
+            return str(ask(rank, "nccl").choices)
+        except TransportUnavailableError as error:
+            return error.problem
+
+    for said in in_threads(2, refused):
+        assert ("ranks 0, 1 of a host are more than its GPUs (1)" in said) is not alone

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
+from bagua.comm.startup.choice import ASKED_FOR, SHARED_GPUS, abilities, candidates, sharing_a_gpu
 from bagua.comm.startup.hosts import (
     advice_on_interfaces,
     host_identity,
@@ -164,6 +164,14 @@ def plan(
         by_size = local_world_size >= 0
         hosts = [answer["host"] for answer in answers]
         nodes = nodes_from_local_size(len(ranks), local_world_size) if by_size else nodes_from_identities(hosts)
+    if backend is not None and "nccl" in backend and (sharing := sharing_a_gpu(answers, nodes)):
+        raise TransportUnavailableError(
+            f"ranks {', '.join(str(ranks[one]) for one in sharing)} of a host are more than its GPUs "
+            f"({answers[sharing[0]]['gpus']}), and NCCL connects one rank for each GPU",
+            rank=ranks[rank],
+            call="init_process_group",
+            advice="Start as many ranks as GPUs, or use backend='gloo', which carries CUDA tensors by way of the CPU.",
+        )
     choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     if backend is not None or "gloo" in choices[0][0]:
         raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
@@ -244,7 +252,9 @@ def connect_first(
 @cache
 def _warn_of_gloo(reason: str) -> None:
     """Say once for each reason why Gloo connects ranks of one host that usually share memory."""
-    if shm_expected():
+    if reason == SHARED_GPUS:
+        _log.warning("%s: Gloo carries CUDA tensors by way of the CPU. backend='gloo' silences this warning", reason)
+    elif shm_expected():
         _log.warning(
             "processes of this host cannot share memory, so Gloo connects them: small calls take about ten times as "
             "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",

@@ -29,6 +29,8 @@ from bagua.errors import TransportUnavailableError
 
 #: Calls under way from which on those that are complete are looked for among them.
 _SWEEP_AT = 16
+#: What NCCL says of ranks that use one GPU, before version 2.30 and since.
+_ON_ONE_GPU = ("Duplicate GPU detected", "using the same GPU")
 #: Kinds that move something even if ``call.numel`` is 0.
 _NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
 
@@ -146,7 +148,8 @@ class C10dTransport(Transport):
         except NotImplementedError as error:
             raise self._unable(call, error) from error
         except RuntimeError as error:
-            raise self.failures.failed(error, 0.0, timeout_s) from error
+            failed = self.failures.failed(error, 0.0, timeout_s)
+            raise (self._on_one_gpu() if any(said in str(error) for said in _ON_ONE_GPU) else failed) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
         handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
         handle.peer = _one_peer(call)
@@ -191,6 +194,13 @@ class C10dTransport(Transport):
             f"backend {self.name} cannot do {call.kind}: {error}",
             rank=self._global_rank,
             advice="Use another backend for this communicator.",
+        )
+
+    def _on_one_gpu(self) -> TransportUnavailableError:
+        return TransportUnavailableError(
+            "several ranks use one GPU, and NCCL connects one rank for each GPU",
+            rank=self._global_rank,
+            advice='Call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, or use backend="gloo".',
         )
 
     # Failure, and the end.
