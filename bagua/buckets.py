@@ -225,7 +225,7 @@ class Bucket:
         """Positions in flat memory that belong to no parameter; None if there are none."""
         ends = [offset + one.numel() for offset, one in zip(self.offsets, self.parameters, strict=True)]
         gaps = zip([0, *ends], [*self.offsets, self.numel], strict=True)
-        free = [torch.arange(end, begin) for end, begin in gaps if end < begin]
+        free = [torch.arange(end, begin, device="cpu") for end, begin in gaps if end < begin]
         return torch.cat(free).to(self.device) if free else None
 
     def allocate_gradients(self) -> torch.Tensor:

@@ -240,7 +240,7 @@ class Averager:
     def _put(self, buckets: Sequence[Bucket]) -> None:
         """Put down a snapshot."""
         if not self._sent:
-            self._sent = [torch.zeros(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
+            self._sent = [torch.zeros(bucket.numel, dtype=bucket.dtype, device="cpu") for bucket in buckets]
             self._mean = [self._communicator.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         for bucket, sent in zip(buckets, self._sent, strict=True):
             if bucket.device.type == "cpu":
@@ -273,8 +273,8 @@ class Averager:
         return word | ending
 
     def _round(self) -> None:
-        words = torch.empty(self._group.size, dtype=torch.int64)
-        self._communicator.allgather(words, torch.tensor([self._word()]))
+        words = torch.empty(self._group.size, dtype=torch.int64, device="cpu")
+        self._communicator.allgather(words, torch.tensor([self._word()], device="cpu"))
         self._words = words.tolist()
         found = verdict(self._words)
         if found in ("average", "last", "settle"):

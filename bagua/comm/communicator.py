@@ -453,7 +453,7 @@ class Communicator:
         if self.size == 1:
             raise InvalidRankError("there is no other rank that could send", argument="tensor", expected="two ranks")
         with torch.inference_mode(False):  # Another thread writes to it, outside of that mode.
-            sender = torch.empty(1, dtype=torch.int64)
+            sender = torch.empty(1, dtype=torch.int64, device="cpu")
 
         def conclude() -> int:
             if finish is not None:

@@ -260,7 +260,7 @@ class _Reader:
         ):
             raise ValueError(f"no tensor of dtype {dtype_name!r} and shape {shape!r}")
         raw = self._take(math.prod(shape) * dtype.itemsize)
-        result = torch.empty(shape, dtype=dtype)
+        result = torch.empty(shape, dtype=dtype, device="cpu")
         if raw.numel():
             result.view(-1).view(torch.uint8).copy_(raw)
         return result

@@ -146,7 +146,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
         return False
     # Interleaved strides need not collide: count the addresses.
     extent = 1 + sum(stride * (size - 1) for stride, size in dimensions)
-    addresses = torch.arange(extent).as_strided(tensor.shape, tensor.stride())
+    addresses = torch.arange(extent, device="cpu").as_strided(tensor.shape, tensor.stride())
     distinct: int = torch.unique(addresses).numel()
     return distinct < tensor.numel()
 

@@ -211,9 +211,9 @@ def _scattered_sums(
     count = rows.shape[1]
     places = scratch.like("places", rows, torch.int64).copy_(codes)
     wide = rows if rows.dtype == torch.float64 else scratch.like("wide", rows, torch.float64).copy_(rows)
-    totals = torch.zeros(len(rows), levels, dtype=torch.float64)
+    totals = torch.zeros(len(rows), levels, dtype=torch.float64, device=rows.device)
     if rows.dtype == torch.float64 or count > _TOGETHER:
-        ones = torch.ones(len(rows), 1, dtype=torch.float64).expand_as(rows)
+        ones = totals.new_ones(len(rows), 1).expand_as(rows)
         counts = torch.zeros_like(totals).scatter_add_(1, places, ones)
         return totals.scatter_add_(1, places, wide).to(rows.dtype), counts.to(rows.dtype)
     # One addition for both: with each element comes more than any sum reaches. Both fit in the 53 bits of a double.

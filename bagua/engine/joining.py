@@ -75,7 +75,7 @@ class Joining:
         if self._announced == self._reducer.step:
             return False
         self._announced = self._reducer.step
-        told = torch.zeros(self._communicator.size, dtype=torch.int64)
+        told = torch.zeros(self._communicator.size, dtype=torch.int64, device=self._communicator.intake.home)
         told[self._communicator.rank] = self._has_data
         self._communicator.allreduce(told)
         present = tuple(rank for rank, here in enumerate(told.tolist()) if here)

@@ -209,7 +209,7 @@ def _made(told: Any, parameters: Parameters, tensors: dict[str, torch.Tensor]) -
     if isinstance(like, DTensor) and like.shape == shape:
         found = _as_shard_of(like, torch.empty_like(like.to_local(), dtype=dtype))
     else:
-        found = torch.empty(shape, dtype=dtype)
+        found = torch.empty(shape, dtype=dtype, device="cpu")
     tensors[told["tensor"]] = found
     return found
 

@@ -61,7 +61,7 @@ class SynchronizedBatchNorm(BatchNorm):
         axes = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
-        own_count = torch.tensor([input.numel() // input.shape[1]], dtype=torch.float64)
+        own_count = torch.tensor([input.numel() // input.shape[1]], dtype=torch.float64, device=input.device)
         totals: torch.Tensor = _Sum.apply(torch.cat([values.sum(axes).double(), own_count]), communicator)  # type: ignore[no-untyped-call]
         count = totals[-1].detach()
         mean = (totals[:-1] / count).to(values.dtype)

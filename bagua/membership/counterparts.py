@@ -121,8 +121,8 @@ class Counterparts:
         self.donor.settle()
         with self.call() as group:
             if samples is not None:
-                told = torch.empty(group.size, dtype=torch.int64)
-                group.global_communicator.allgather(told, torch.tensor([samples.said()]))
+                told = torch.empty(group.size, dtype=torch.int64, device="cpu")
+                group.global_communicator.allgather(told, torch.tensor([samples.said()], device="cpu"))
                 samples.hear(dict(zip(group.ranks, told.tolist(), strict=True)))
             attempt(group)
 

@@ -123,7 +123,7 @@ class Island:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """The sums of the values of all ranks. Collective."""
-        told = torch.tensor(values, dtype=torch.float64)
+        told = torch.tensor(values, dtype=torch.float64, device="cpu")
         if self._group is not None:
             self._group.global_communicator.allreduce(told, timeout=_PATIENCE_S)
         return told.tolist()

@@ -277,7 +277,7 @@ class Participant:
     def _pass_barrier(self) -> bool:
         """Wait for all members, and compare what they hold alike; whether one of them sees a newcomer."""
         with self._counterparts.call() as group:
-            told = torch.tensor([len(self._strangers()), *self._alike.told])
+            told = torch.tensor([len(self._strangers()), *self._alike.told], device="cpu")
             heard = told.new_empty(group.size * told.numel())
             group.global_communicator.allgather(heard, told)
             rows = heard.view(group.size, -1).tolist()

@@ -229,7 +229,7 @@ class ElasticSampler(Sampler[int]):
 
 @functools.lru_cache(maxsize=2)
 def _order(samples: int, seed: int) -> torch.Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _refused(argument: str, problem: str, expected: str, seen: object) -> ConfigurationError:

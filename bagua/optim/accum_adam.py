@@ -80,7 +80,7 @@ class AccumAdam(TogetherOptimizer):
     def _prepare(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0, dtype=torch.int64)
+            state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
             begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq", "accum_grad")
 
     def _update(self, group: dict[str, Any], step: int, parameters: list[torch.Tensor]) -> None:

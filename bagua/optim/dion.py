@@ -105,7 +105,7 @@ class DionOptimizer(OneByOneOptimizer):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         if "momentum" not in state:
             generator = torch.Generator().manual_seed(self.seed)
-            first = torch.randn(min(rows, columns), self.matrix_rank, generator=generator, dtype=wide)
+            first = torch.randn(min(rows, columns), self.matrix_rank, generator=generator, dtype=wide, device="cpu")
             state["momentum"] = torch.zeros(rows, columns, dtype=wide, device=parameter.device)
             state["right_factor"] = first.to(parameter.device)
         for name in ("momentum", "right_factor"):  # To load a state makes it as narrow as the weights.

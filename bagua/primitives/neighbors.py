@@ -249,7 +249,7 @@ class DifferenceExchange:
 
 
 def _not_started(_: ReducerMemory) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -165,7 +165,7 @@ class Round:
         Raises:
             ConfigurationError: it is not square.
         """
-        rows = torch.as_tensor(matrix, dtype=torch.float64)
+        rows = torch.as_tensor(matrix, dtype=torch.float64, device="cpu")
         if rows.dim() != 2 or rows.shape[0] != rows.shape[1] or rows.shape[0] == 0:
             raise ConfigurationError(
                 "a mixing matrix has one row and one column for each rank",
@@ -226,9 +226,9 @@ class Round:
 
     def matrix(self) -> torch.Tensor:
         """The mixing matrix, shape (size, size), float64."""
-        matrix = torch.zeros(self.size, self.size, dtype=torch.float64)
+        matrix = torch.zeros(self.size, self.size, dtype=torch.float64, device="cpu")
         for edge in self.edges or ():
-            ranks = torch.tensor(edge.ranks)
+            ranks = torch.tensor(edge.ranks, device="cpu")
             matrix[ranks[:, None], ranks] = edge.other_weight
             matrix[ranks, ranks] = edge.weight
         for rank, row in enumerate(self.rows or ()):

@@ -102,7 +102,7 @@ def consensus_rate(topology: Topology, size: int, nodes: Nodes | None = None, *,
         0.0
     """
     count = rounds or min(topology.period(size, nodes) or 64, 64)
-    disagreement = torch.eye(size, dtype=torch.float64) - 1.0 / size
+    disagreement = torch.eye(size, dtype=torch.float64, device="cpu") - 1.0 / size
     logarithm = 0.0
     for step in range(1, count + 1):
         disagreement = topology.matrix(size, step, nodes) @ disagreement

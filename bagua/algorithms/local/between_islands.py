@@ -252,8 +252,8 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
 
 def _tell(purpose: str, own: Announced, communicator: Communicator) -> dict[int, Announced]:
     """What each member says, by seat. Refuses to mix what islands exchange for different reasons. Collective."""
-    said = torch.tensor([zlib.crc32(purpose.encode()), *own], dtype=torch.float64)
-    heard = torch.empty(communicator.size * said.numel(), dtype=said.dtype)
+    said = torch.tensor([zlib.crc32(purpose.encode()), *own], dtype=torch.float64, device="cpu")
+    heard = torch.empty(communicator.size * said.numel(), dtype=said.dtype, device="cpu")
     communicator.allgather(heard, said)
     rows = dict(zip(communicator.ranks, heard.view(communicator.size, -1).tolist(), strict=True))
     others = [seat for seat, (reason, *_) in rows.items() if reason != said[0].item()]

@@ -135,7 +135,7 @@ class Mail:
             return data
 
         data = bytearray(self._talk(take))
-        message = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        message = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         received = decode(message, sender=self.ranks[src])
         if not isinstance(received, torch.Tensor):
             raise self.mismatch(src, "a tensor", type(received).__name__)

@@ -238,9 +238,9 @@ class _Exchange:
         """Make the call; both tensors are flat."""
         kind = self._call.kind
         if kind == "barrier":
-            word = torch.zeros(1, dtype=torch.uint8)
+            word = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._put(word)
-            self._get_all(torch.empty(self._size, dtype=torch.uint8), word)
+            self._get_all(torch.empty(self._size, dtype=torch.uint8, device="cpu"), word)
         elif kind in ("allreduce", "reduce", "reduce_scatter"):
             assert source is not None
             assert target is not None

@@ -53,7 +53,7 @@ def fingerprint_of(call: Call, size: int, kind: int) -> torch.Tensor:
     if call.kind == "alltoall_v":
         facts[3] = 0
         counts = [*call.send_counts, *call.recv_counts]
-    return torch.tensor(facts + counts, dtype=torch.int64)
+    return torch.tensor(facts + counts, dtype=torch.int64, device="cpu")
 
 
 def _describe(row: list[int], size: int) -> str:
@@ -73,7 +73,7 @@ class CollectiveFingerprints:
         self._ranks = check.membership.ranks
         self._timeout_s = timeout_s
         self._own = fingerprint_of(call, check.size, KIND_NUMBERS[call.kind])
-        self._rows = torch.empty((check.size, self._own.numel()), dtype=torch.int64)
+        self._rows = torch.empty((check.size, self._own.numel()), dtype=torch.int64, device="cpu")
         self._handle: Handle = DONE
 
     def tell(self) -> None:

@@ -109,4 +109,6 @@ class Arrival:
         """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
         self._factor = factor
         exact = self.bucket.dtype in (torch.float32, torch.float64)
-        return None if factor == 1.0 else torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64)
+        if factor == 1.0:
+            return None
+        return torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64, device="cpu")

@@ -308,4 +308,4 @@ def _ask(communicator: Communicator, flags: list[bool]) -> None:
     flags[:] = communicator.allgather_object(flags[0])
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")

@@ -174,7 +174,7 @@ class ControlLine(Line):
         if place.where == Where.INLINE:
             return self.inline.get(place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start)
         if start == stop:
-            return torch.empty(0, dtype=place.dtype)
+            return torch.empty(0, dtype=place.dtype, device="cpu")
         shown = self._shown[slot]
         assert shown is not None
         return shown.get(place.dtype, self._offset(slot, place, start), stop - start)

@@ -30,7 +30,7 @@ _CACHED_PART = 8
 #: Of both areas: every dtype can be seen there.
 _ALIGNED_BYTES = 64
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class _Area:
