@@ -29,7 +29,7 @@ from bagua.comm import serve_store_at
 from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
-from tests.versions import leave_out_what_gloo_prints
+from tests.versions import leave_out_what_gloo_prints, nccl_ranks
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -46,8 +46,13 @@ _POOLS = {"threads": "thread_pool", "gloo": "process_pool", "shm": "shm_pool"}
 _WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
 
 
-def pytest_configure() -> None:
-    """Ctrl-C works here and in what is started from here, also under `nohup ... &`, where it is ignored."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C works here and in what is started from here, also under `nohup ... &`, where it is ignored.
+
+    Where there is a GPU, only tests that ask for one see it: the others expect what a machine without one does.
+    """
+    if "nccl" not in (config.getoption("transport") or ()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     leave_out_what_gloo_prints()
@@ -58,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--transport",
         action="append",
         choices=TRANSPORTS,
-        help="run the tests of this transport; repeatable; default: all, nccl skipped without a GPU",
+        help="run the tests of this transport; repeatable; default: all but nccl, which needs a GPU",
     )
 
 
@@ -92,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("nccl"):
-                item.add_marker(pytest.mark.skip(reason="nccl needs a CUDA device; there is none"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and --transport nccl"))
 
 
 def pytest_collection_finish() -> None:
@@ -123,7 +128,7 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
     if request.param == "shm":
         return request.getfixturevalue("shm_pool")
     if request.param == "nccl":
-        return ProcessRanks(torch.cuda.device_count(), backend="nccl")
+        return ProcessRanks(nccl_ranks(), backend="nccl")
     return request.getfixturevalue("process_pool")
 
 

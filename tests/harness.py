@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,16 +59,23 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def home() -> torch.device:
+    """Where tensors of the harness lie: ``TESTS_DEVICE``, or the CPU."""
+    return torch.device(os.environ.get("TESTS_DEVICE", "cpu"))
+
+
 def mlp(seed: int = 0) -> nn.Module:
     """A model with parameters of several sizes; equal on all ranks that use one seed."""
-    with seeded(seed):
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    with seeded(seed), torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model.to(home())
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs ``(6, 8)`` and targets ``(6, 4)`` of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+    inputs, targets = (torch.randn(6, width, generator=generator, device="cpu").to(home()) for width in (8, 4))
+    return inputs, targets
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int) -> torch.Tensor:
@@ -146,8 +154,8 @@ def live_bytes() -> int:
 
 
 def snapshot(model: nn.Module) -> State:
-    """A copy of the model's state, by name."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    """A copy of the model's state, by name, on the CPU."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def gradients(model: nn.Module) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,11 @@ import torch
 
 #: Major and minor version of torch.
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def nccl_ranks() -> int:
+    """How many ranks NCCL can connect here: one for each GPU, or several on one where it is told to."""
+    return max(torch.cuda.device_count(), 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 0)
 
 
 def needs(what: str, found: object) -> pytest.MarkDecorator:

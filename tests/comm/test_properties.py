@@ -33,6 +33,7 @@ from tests.programs.programs import (
     run_programs_in_torch,
     table_of_pairs,
 )
+from tests.versions import nccl_ranks
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 #: Another seed for each run, where many programs are asked for.
@@ -108,7 +109,7 @@ def test_dealt_programs_on_hybrid():
 
 @pytest.mark.nccl
 def test_dealt_programs_on_nccl():
-    size = min(torch.cuda.device_count(), 4)
+    size = min(nccl_ranks(), 4)
     pool = ProcessRanks(size, backend="nccl")
     for hosts, programs in by_layout(dealt(18, sizes=(size,), hosts={size: [(size,)]})):
         assert_members_agree(pool.run(run_programs, programs, False, hosts=hosts))

@@ -44,6 +44,7 @@ from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
+    home,
     loss_of,
     mlp,
     reference,
@@ -381,7 +382,7 @@ def train_with_a_skipped_update(algorithm: Algorithm) -> State:
 def train_with_an_inf(algorithm: Algorithm) -> State:
     """Train with a ``GradScaler``; in one step the loss of rank 1 is infinite."""
     rank = bagua.comm.get_rank()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(home().type, init_scale=2.0**10)
     model, optimizer = build(algorithm, scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()

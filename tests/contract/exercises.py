@@ -27,7 +27,8 @@ def home(comm: Communicator) -> torch.device:
     """A device whose tensors ``comm`` carries."""
     if "cpu" in comm.device_types:
         return torch.device("cpu")
-    return torch.device(next(iter(comm.device_types)), comm.ranks[comm.rank])
+    kind = torch.device(next(iter(comm.device_types)))
+    return torch.device(kind.type, comm.ranks[comm.rank] % torch.get_device_module(kind).device_count())
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
