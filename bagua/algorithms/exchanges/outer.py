@@ -319,7 +319,7 @@ def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: tor
             made.state[parameter][key.removeprefix("outer.")] = part
     made.step()
     for key in {key for parameter in parameters for key in made.state[parameter]}:
-        _remember(flight, f"outer.{key}", [made.state[parameter].get(key) for parameter in parameters], divide)
+        _remember(flight, f"outer.{key}", [made.state[parameter].pop(key, None) for parameter in parameters], divide)
 
 
 def _division(optimizer: Outer, flight: Flight, place: torch.Tensor) -> _Division:
@@ -346,16 +346,22 @@ def _fused(piece: torch.Tensor) -> dict[str, Any]:
 
 
 def _remember(flight: Flight, key: str, values: list[Any], divide: _Division) -> None:
-    known = [value for value in values if isinstance(value, torch.Tensor)]
-    if not known:
+    known = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    if known is None:
         return
     anchor, flat = flight.state["anchor"], flight.state.get(key)
     if not all(value.shape == piece.shape for value, piece in zip(values, divide(anchor), strict=True)):
-        flight.state[key] = known[0].clone()
+        flight.state[key] = known.clone()
         return
     if flat is None or flat.shape != anchor.shape:
-        flat = flight.state[key] = torch.zeros_like(anchor)
-    for piece, value in zip(divide(flat), values, strict=True):
+        if len(values) == 1 and anchor.numel() == values[0].numel():
+            flight.state[key] = values[0].detach()
+            return
+        flat = flight.state[key] = torch.empty_like(anchor)
+        if (padding := flight.bucket.padding()) is not None:
+            flat[padding.to(flat.device)] = 0
+    for piece in divide(flat):  # Each value is given back when it is copied: all of them are as large as the model.
+        value = values.pop(0)
         if piece.data_ptr() != value.data_ptr():  # Most optimizers change it where it lies.
             piece.copy_(value)
 
