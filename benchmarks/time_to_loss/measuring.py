@@ -176,8 +176,8 @@ def fill(rank: Rank, contender: str, task: PerceptronTask, steps: int) -> tuple[
     prepared.resume()
     for _ in range(steps):
         trainer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Earlier than the pause, in which weights are averaged.
     prepared.pause()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     prepared.finish()
     comm.destroy_process_group()
     return 1024 * peak, copy_bytes

@@ -145,7 +145,7 @@ def torchft_manager(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def hivemind(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 20, bits: int = 16, wait: float = 1.0
+    model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int = 20, bits: int = 16, wait: float = 3.0
 ) -> Prepared:
     """Hivemind's Optimizer with local updates, and means of weights in 16 or 8 bits."""
     package, compression = importlib.import_module("hivemind"), importlib.import_module("hivemind.compression")
@@ -167,6 +167,7 @@ def hivemind(
         use_local_updates=True,
         delay_state_averaging=False,
         matchmaking_time=wait,
+        averager_opts={"request_timeout": wait / 3},  # Peers wait for each other unless it is shorter than their search.
         averaging_timeout=PATIENCE_S / 6,  # Now and then ranks find no group, and go on without.
         state_averaging_compression=kind(),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2},
