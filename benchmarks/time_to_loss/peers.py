@@ -167,7 +167,7 @@ def hivemind(
         use_local_updates=True,
         delay_state_averaging=False,
         matchmaking_time=wait,
-        averager_opts={"request_timeout": wait / 3},  # Peers wait for each other unless it is shorter than their search.
+        averager_opts={"request_timeout": wait / 3},  # Shorter than the search, or peers block each other.
         averaging_timeout=PATIENCE_S / 6,  # Now and then ranks find no group, and go on without.
         state_averaging_compression=kind(),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2},
