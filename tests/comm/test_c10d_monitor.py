@@ -125,8 +125,11 @@ def test_a_deadline_breaks_the_communicator_and_the_wait_or_the_next_call_says_s
     work = rank.comm.allreduce(torch.ones(2), async_op=waits, timeout=0.05)
     until(lambda: rank.backend.ended == ["abort"])
     with pytest.raises(CollectiveTimeoutError) as caught:
-        work.wait() if waits else rank.comm.allreduce(torch.ones(2))
+        work.wait() if waits else rank.comm.broadcast(torch.ones(3), 0)
     assert (caught.value.timeout_s, caught.value.peers) == (0.05, (1,))
+    assert (caught.value.call, caught.value.sequence) == ("#1 allreduce(2 x float32, sum)", 1), (
+        "not the call that raises"
+    )
     with pytest.raises(CommunicatorClosedError):
         rank.comm.allreduce(torch.ones(2))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bagua.comm.call import Call
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.long_wait import LongWait
@@ -45,10 +46,11 @@ class C10dHandle(Handle):
         kept: tensors that must live until the call is complete.
 
     Attributes:
+        call: what was started; None if that is not known.
         peer: the one rank that the call waits for, inside the communicator; None for a collective.
     """
 
-    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "peer")
+    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "call", "peer")
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class C10dHandle(Handle):
         self._kept = kept
         self._started = time.monotonic()
         self._error: BaseException | None = None
+        self.call: Call | None = None
         self.peer: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -254,7 +257,7 @@ class StreamHandle(C10dHandle):
     def unattended(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # Nothing runs yet, and asking would spoil the graph.
-        monitor.watch(StreamWatch(self._failures, self._works or (), self._timeout_s))
+        monitor.watch(StreamWatch(self._failures, self._works or (), self._timeout_s, self.call))
 
     def _wait(self, timeout_s: float | None) -> None:
         if timeout_s is not None:

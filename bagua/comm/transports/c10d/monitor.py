@@ -12,8 +12,10 @@ import threading
 import time
 from typing import Any
 
+from bagua.comm.call import Call
 from bagua.comm.lifetime.forks import family
 from bagua.comm.transports.failure.finder import FailureFinder
+from bagua.errors import CommunicationError
 
 _POLL_S = 0.02
 _NOTICE_POLL_S = 0.5
@@ -34,10 +36,14 @@ class StreamWatch:
         failures: knowledge of the failures of the communicator.
         works: torch's works of the call.
         timeout_s: deadline of the call, from now.
+        call: the call, which its error names, although a later one raises it.
     """
 
-    def __init__(self, failures: FailureFinder, works: tuple[Any, ...], timeout_s: float) -> None:
+    def __init__(
+        self, failures: FailureFinder, works: tuple[Any, ...], timeout_s: float, call: Call | None = None
+    ) -> None:
         self._failures = failures
+        self._call = call
         self._works = works
         self._timeout_s = timeout_s
         self._started = time.monotonic()
@@ -52,13 +58,18 @@ class StreamWatch:
         if failures.broken or all_completed(self._works):
             return True
         if self._elapsed_s() >= self._timeout_s:
-            failures.end_unattended(lambda: failures.timed_out(self._elapsed_s(), self._timeout_s))
+            failures.end_unattended(lambda: self._of_call(failures.timed_out(self._elapsed_s(), self._timeout_s)))
             return True
         if ask and failures.peers_left():
             left = ConnectionError("a peer left")
-            failures.end_unattended(lambda: failures.failed(left, self._elapsed_s(), self._timeout_s))
+            failures.end_unattended(lambda: self._of_call(failures.failed(left, self._elapsed_s(), self._timeout_s)))
             return True
         return False
+
+    def _of_call(self, error: CommunicationError) -> CommunicationError:
+        if self._call is not None:
+            error.call, error.sequence = str(self._call), self._call.sequence
+        return error
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started

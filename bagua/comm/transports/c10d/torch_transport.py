@@ -152,7 +152,7 @@ class C10dTransport(Transport):
             raise (self._on_one_gpu() if any(said in str(error) for said in _ON_ONE_GPU) else failed) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
         handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
-        handle.peer = _one_peer(call)
+        handle.call, handle.peer = call, _one_peer(call)
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
