@@ -81,7 +81,11 @@ class ThreadLane(Lane):
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def complete() -> None:
-            with in_background(self.recorder), torch.cuda.stream(stream):
+            # Not torch.cuda.stream(None): where there is a GPU, it would make a CUDA context for tensors of the CPU.
+            with (
+                in_background(self.recorder),
+                contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
+            ):
                 self.at_work = bucket
                 work = exchange()
                 if work is not None:
