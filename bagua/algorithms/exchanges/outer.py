@@ -355,7 +355,7 @@ def _remember(flight: Flight, key: str, values: list[Any], divide: _Division) ->
         return
     if flat is None or flat.shape != anchor.shape:
         if len(values) == 1 and anchor.numel() == values[0].numel():
-            flight.state[key] = values[0].detach()
+            flight.state[key] = values[0].detach().reshape(anchor.shape)
             return
         flat = flight.state[key] = torch.empty_like(anchor)
         if (padding := flight.bucket.padding()) is not None:
