@@ -217,7 +217,7 @@ def with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
 
 
 def visible_gpus() -> str:
-    """Which GPUs this process may see; empty for all."""
+    """Which GPUs this process may see, in the words of CUDA; empty if nothing is said."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 

@@ -32,8 +32,9 @@ def unwrapped(backend: str | None) -> str | None:
 
 def abilities(use_cuda: bool) -> dict[str, Any]:
     """What this process can do, to be told to all others; anything that JSON can hold."""
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
-        "gpus": torch.cuda.device_count() if use_cuda and dist.is_nccl_available() else 0,
+        "gpus": torch.cuda.device_count() if use_cuda and has_nccl else 0,
         "visible": env.visible_gpus(),
         "may_share_gpus": env.may_share_gpus(),
         "no_shared_memory": str(shm_refusal() or ""),
