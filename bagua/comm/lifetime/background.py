@@ -178,7 +178,7 @@ class _Beside:
 
         running.add(ended)
         try:
-            threading.Thread(target=run, name="bagua-store", daemon=True).start()
+            threading.Thread(target=run, name="bagua-beside", daemon=True).start()
         except RuntimeError:
             running.discard(ended)
             return False

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.call import Call
+from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.long_wait import LongWait
@@ -35,6 +35,12 @@ _GRACE_S = 1.0
 _POLL_S = 0.001
 
 
+def _one_peer(call: Call) -> int | None:
+    """The only rank that ``call`` waits for, if there is just one."""
+    one = call.kind in POINT_TO_POINT and call.root >= 0 and call.source in (-1, call.root)
+    return call.root if one else None
+
+
 class C10dHandle(Handle):
     """What all started calls share: their clock, and that they complete once.
 
@@ -47,10 +53,9 @@ class C10dHandle(Handle):
 
     Attributes:
         call: what was started; None if that is not known.
-        peer: the one rank that the call waits for, inside the communicator; None for a collective.
     """
 
-    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "call", "peer")
+    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "call")
 
     def __init__(
         self,
@@ -68,7 +73,6 @@ class C10dHandle(Handle):
         self._started = time.monotonic()
         self._error: BaseException | None = None
         self.call: Call | None = None
-        self.peer: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._works is None:
@@ -140,7 +144,8 @@ class C10dHandle(Handle):
     def _timed_out(self) -> CommunicationError:
         """End the communicator because the deadline passed, or the caller wants to wait no longer."""
         impatient = self._left_s(None) > SLICE_S
-        return self._failures.timed_out(self.elapsed_s(), self._timeout_s, peer=self.peer, impatient=impatient)
+        peer = None if self.call is None else _one_peer(self.call)
+        return self._failures.timed_out(self.elapsed_s(), self._timeout_s, peer=peer, impatient=impatient)
 
     def _left_s(self, until: float | None) -> float:
         """Seconds until the deadline, or until the earlier moment ``until``."""

@@ -152,7 +152,7 @@ class C10dTransport(Transport):
             raise (self._on_one_gpu() if any(said in str(error) for said in _ON_ONE_GPU) else failed) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
         handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
-        handle.call, handle.peer = call, _one_peer(call)
+        handle.call = call
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
@@ -239,12 +239,6 @@ class C10dTransport(Transport):
         self._outstanding.clear()
         for channel in set(self._channels.values()):
             channel.group.disown()
-
-
-def _one_peer(call: Call) -> int | None:
-    """The only rank that ``call`` waits for, if there is just one."""
-    one = call.kind in POINT_TO_POINT and call.root >= 0 and call.source in (-1, call.root)
-    return call.root if one else None
 
 
 def _disconnect(channels: dict[str, _Channel]) -> None:
