@@ -461,8 +461,8 @@ class MadeTensors(TorchDispatchMode):
 
 
 def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
-    def made_in_outer_steps(dtype: torch.dtype) -> list[int]:
-        diloco = DiLoCoAlgorithm(1, anchor_dtype="weights")
+    def made_in_outer_steps(dtype: torch.dtype, **options: Any) -> list[list[str]]:
+        diloco = DiLoCoAlgorithm(1, anchor_dtype="weights", **options)
         loop = loop_of(diloco, lambda: nn.Linear(96, 96, bias=False).to(dtype), bucket_bytes=10**6)
         made = []
         for _ in range(2):
@@ -470,13 +470,20 @@ def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypa
             loop.wrapped(torch.ones(2, 96, dtype=dtype)).square().mean().backward()
             with MadeTensors(96 * 96) as mode:
                 loop.optimizer.step()
-            made.append(len(mode.names))
+            made.append(mode.names)
         return made
 
     # At first the momentum of both optimizers and the memory of a flight.
-    assert thread_ranks(1, made_in_outer_steps, torch.float32) == [[3, 0]]
+    ((first, second),) = thread_ranks(1, made_in_outer_steps, torch.float32)
+    assert (len(first), second) == (3, [])
+    # Adagrad makes tensors of its own, and its state is not copied.
+    ((_, second),) = thread_ranks(
+        1, functools.partial(made_in_outer_steps, outer=Outer(torch.optim.Adagrad)), torch.float32
+    )
+    assert "clone" not in second
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 64)
-    assert thread_ranks(1, made_in_outer_steps, torch.bfloat16) == [[3, 0]]
+    ((first, second),) = thread_ranks(1, made_in_outer_steps, torch.bfloat16)
+    assert (len(first), second) == (3, [])
 
 
 def test_post_local_sgd_of_torch_is_local_sgd(process_ranks):

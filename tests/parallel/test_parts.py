@@ -107,6 +107,19 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
     ]
 
 
+def test_a_background_thread_works_on_the_stream_of_its_caller(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.on)
+    background = lanes.ThreadLane(solo_group().duplicate("test-streams"), torch.device("cuda", 0))
+    with device.on(Stream(device, "side")):
+        wait = background.run(lambda: device.notes.append(f"exchange on {device.current.name}"))
+        background.thread.submit(lambda: None).result()
+    wait()
+    background.close()
+    assert device.notes == ["exchange on side", "compute waits for side"]
+
+
 def test_the_background_thread_keeps_order_raises_errors_and_ends():
     background = lanes.ThreadLane(solo_group().duplicate("test-exchanges"), torch.device("cpu"))
     order: list[int] = []
