@@ -9,14 +9,14 @@ import torch
 from torch.distributed import Store
 
 from bagua.comm import composed
-from bagua.comm.operands import Intake, apart, check_counts, check_rank, readable
+from bagua.comm.operands import BOOL_AS_BYTES, Intake, apart, check_counts, check_rank, readable, reduction_name
 from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.records.statistics import KindStatistics
-from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
+from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.contract import Transport
 from bagua.comm.work import Work
-from bagua.errors import InvalidRankError, InvalidTensorError
+from bagua.errors import InvalidRankError
 
 
 class Communicator:
@@ -160,10 +160,7 @@ class Communicator:
             InvalidTensorError, InvalidReduceOpError: before anything is sent.
             CommunicationError: any of its kinds, when ranks disagree, are late, or die.
         """
-        plain, finish = self.intake.in_place(tensor, "tensor")
-        reduction = reduction_name(op, tensor.dtype)
-        if plain.dtype is torch.bool:
-            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
+        plain, finish, reduction = self.intake.reduced(tensor, op)
         return self.pipeline.run(
             "allreduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
             reduction, finish=finish, result=tensor,
@@ -187,11 +184,8 @@ class Communicator:
             async_op: return a ``Work`` at once.
             timeout: deadline.
         """
-        plain, finish = self.intake.in_place(tensor, "tensor")
-        reduction = reduction_name(op, tensor.dtype)
+        plain, finish, reduction = self.intake.reduced(tensor, op)
         dst = check_rank(dst, self.size, "dst")
-        if plain.dtype is torch.bool:
-            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
         return self.pipeline.run(
             "reduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
             reduction, dst, finish=finish if self.rank == dst else None, result=tensor,
@@ -244,12 +238,10 @@ class Communicator:
             async_op: return a ``Work`` at once.
             timeout: deadline.
         """
-        share = self.intake.share(tensor, "tensor")
-        target, finish = self.intake.output(output, "output", tensor, self.size * share.numel())
+        share, target, finish = self.intake.pair(tensor, output, self.size)
         return self.pipeline.run(
-            "allgather", apart(share, target), target, tensor.dtype, share.numel(),
-            async_op, timeout, finish=finish, result=output,
-        )  # fmt: skip
+            "allgather", share, target, tensor.dtype, share.numel(), async_op, timeout, finish=finish, result=output
+        )
 
     def gather(
         self,
@@ -327,7 +319,7 @@ class Communicator:
         source = apart(source, target)
         if target.dtype is torch.bool:
             target, source = target.view(torch.uint8), source.view(torch.uint8)
-            reduction = bytes_reduction(reduction)
+            reduction = BOOL_AS_BYTES[reduction]
         return self.pipeline.run(
             "reduce_scatter", source, target, output.dtype, target.numel(), async_op, timeout,
             reduction, finish=finish, result=output,
@@ -349,18 +341,9 @@ class Communicator:
             async_op: return a ``Work`` at once.
             timeout: deadline.
         """
-        source = self.intake.share(tensor, "tensor")
-        if source.numel() % self.size:
-            raise InvalidTensorError(
-                "the tensor does not split evenly over the ranks",
-                argument="tensor",
-                expected=f"a multiple of {self.size} elements",
-                seen=source.numel(),
-                advice="Pad it, or use alltoall_v.",
-            )
-        target, finish = self.intake.output(output, "output", tensor, source.numel())
+        source, target, finish = self.intake.pair(tensor, output, split=True)
         return self.pipeline.run(
-            "alltoall", apart(source, target), target, tensor.dtype,
+            "alltoall", source, target, tensor.dtype,
             source.numel() // self.size, async_op, timeout, finish=finish, result=output,
         )  # fmt: skip
 

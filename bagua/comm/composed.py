@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from bagua.comm.objects import decode, encode, encode_failure
-from bagua.comm.operands import Intake, check_rank
+from bagua.comm.operands import Intake, check_rank, reduction_name
 from bagua.comm.pipeline import CallPipeline, Timeout
-from bagua.comm.reduction import ReduceOp, reduction_name
+from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.reduction import check_communicable, dtype_by_name
+from bagua.comm.operands import check_communicable, dtype_by_name
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
 _HEADER = struct.Struct("<BQ")

@@ -11,15 +11,118 @@ from datetime import timedelta
 
 import torch
 
-from bagua.comm.reduction import COMMUNICABLE, check_communicable
+from bagua.comm.reduction import OPERATIONS, ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
+from bagua.errors import ConfigurationError, InvalidRankError, InvalidReduceOpError, InvalidTensorError
 
 _STRIDED = torch.strided
 #: What clocks, locks, and torch can all wait for.
 _LONGEST_S = 365 * 24 * 3600.0
 #: Brings a result from where the transport wrote it to where the user wants it; None if that is the same place.
 Finish = Callable[[], None] | None
+
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_BOOL = frozenset({torch.bool})
+_FLOAT8 = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+_REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
+_COPIED = _FLOAT8 | {torch.uint16, torch.uint32, torch.uint64}
+#: The dtypes that collectives carry; those that are only copied among them.
+COMMUNICABLE = _REDUCIBLE | _COPIED
+
+_ALLOWED: dict[str, frozenset[torch.dtype]] = {
+    "sum": _REDUCIBLE,
+    "product": _REDUCIBLE,
+    "min": _FLOATS | _INTEGERS | _BOOL,
+    "max": _FLOATS | _INTEGERS | _BOOL,
+    "avg": _FLOATS | _COMPLEX,
+    "band": _INTEGERS | _BOOL,
+    "bor": _INTEGERS | _BOOL,
+    "bxor": _INTEGERS | _BOOL,
+}
+
+#: One look-up answers both "is this legal" and "what is it called".
+_LEGAL = {(op, dtype): name for name, op in OPERATIONS.items() for dtype in _ALLOWED[name]}
+
+#: Reductions of bool, expressed on its bytes (0 or 1).
+BOOL_AS_BYTES = {
+    "sum": "max",
+    "max": "max",
+    "bor": "max",
+    "product": "min",
+    "min": "min",
+    "band": "min",
+    "bxor": "bxor",
+}
+
+
+def reduction_name(op: object, dtype: torch.dtype) -> str:
+    """Name of the reduction ``op`` for tensors of ``dtype``.
+
+    Args:
+        op: a ``torch.distributed.ReduceOp`` value.
+        dtype: dtype of the tensors to reduce.
+
+    Returns:
+        One of ``sum, product, min, max, avg, band, bor, bxor``.
+
+    Raises:
+        InvalidReduceOpError: ``op`` is unknown or has no meaning for ``dtype``.
+
+    Example:
+        >>> reduction_name(ReduceOp.AVG, torch.float16)
+        'avg'
+    """
+    try:
+        return _LEGAL[op, dtype]
+    except (KeyError, TypeError):
+        return _explain(op, dtype)
+
+
+def _explain(op: object, dtype: torch.dtype) -> str:
+    for name, known in OPERATIONS.items() if isinstance(op, ReduceOp) else ():
+        if op == known:  # a ReduceOp object rather than the enum's value
+            if dtype in _ALLOWED[name]:
+                return name
+            dtypes = sorted(str(allowed) for allowed in _ALLOWED[name])
+            raise InvalidReduceOpError(
+                f"{name.upper()} has no meaning for {dtype}",
+                argument="op",
+                expected=f"{name.upper()} of one of {', '.join(dtypes)}",
+                seen=dtype,
+                advice="Convert the tensor or choose another reduction.",
+            )
+    raise InvalidReduceOpError(
+        "unknown reduction",
+        argument="op",
+        expected="one of ReduceOp." + ", ReduceOp.".join(map(str.upper, OPERATIONS)),
+        seen=repr(op),
+        advice="For PREMUL_SUM, multiply the tensor and use SUM; bagua.distributed does it for you."
+        if isinstance(op, ReduceOp)
+        else "",
+    )
+
+
+def check_communicable(dtype: torch.dtype, argument: str) -> None:
+    """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
+    if dtype not in COMMUNICABLE:
+        raise InvalidTensorError(
+            "this dtype cannot be communicated",
+            argument=argument,
+            expected="a floating, complex, integer or bool dtype",
+            seen=dtype,
+        )
+
+
+def dtype_by_name(name: object) -> torch.dtype | None:
+    """The communicable dtype that prints as ``torch.<name>``, if there is one."""
+    return next((dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}"), None)
 
 
 def as_seconds(timeout: object, argument: str = "timeout") -> float:
@@ -210,6 +313,34 @@ class Intake:
         except AttributeError:
             pass
         check_tensor(tensor, argument, self.device_types)
+
+    def reduced(self, tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, Finish, str]:
+        """Like ``in_place``, and the name of the reduction; of a bool tensor its bytes, and what reduces them."""
+        plain, finish = self.in_place(tensor, "tensor")
+        reduction = reduction_name(op, tensor.dtype)
+        if plain.dtype is torch.bool:
+            return plain.view(torch.uint8), finish, BOOL_AS_BYTES[reduction]
+        return plain, finish, reduction
+
+    def pair(
+        self, tensor: torch.Tensor, output: torch.Tensor, times: int = 1, *, split: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, Finish]:
+        """What the transport reads and writes instead of ``tensor`` and an ``output`` of ``times`` its elements.
+
+        Also how the result gets to ``output``. Where both lie in one place, what is read is a copy. If ``tensor`` is
+        ``split``, each rank gets as much of it.
+        """
+        self.check(tensor, "tensor")
+        if split and tensor.numel() % self.size:
+            raise InvalidTensorError(
+                "the tensor does not split evenly over the ranks",
+                argument="tensor",
+                expected=f"a multiple of {self.size} elements",
+                seen=tensor.numel(),
+                advice="Pad it, or use alltoall_v.",
+            )
+        target, finish = self.output(output, "output", tensor, times * tensor.numel())
+        return apart(readable(tensor), target), target, finish
 
     def in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
         """What the transport works on instead of ``tensor``, and how the result gets back."""

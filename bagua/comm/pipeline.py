@@ -80,6 +80,7 @@ class CallPipeline:
         self._unseen: deque[tuple[CallRecord, Handle]] = deque(maxlen=64)
         self._looks = transport.executor != "stream"
         self._label = membership.label
+        self._ranks = membership.ranks
         self._global_rank = membership.ranks[transport.rank]
         place = Place(membership.label, transport.name, transport.rank, membership.ranks)
         self.statistics = Statistics(place, recorder)
@@ -239,8 +240,6 @@ class CallPipeline:
         def complete(timeout_s: float | None) -> Any:
             waiting = clock()
             record.waiter = threading.get_ident()
-            if self._looks and not record.ended and handle.is_completed():
-                record.ended = handle.ended_at or waiting
             end_range = profiler_range(f"wait for {self._label}: {record.call}") if profiling() else None
             try:
                 handle.wait(timeout_s)
@@ -289,7 +288,8 @@ class CallPipeline:
         if self._arrivals is not None and call.kind not in POINT_TO_POINT:
             number, waited_s, last = self._arrivals[call.sequence % ARRIVALS_LENGTH]
             if number == call.sequence:
-                record.waited_s, record.waited_for = waited_s, last
+                ranks = self._ranks
+                record.waited_s, record.waited_for = waited_s, tuple([ranks[member] for member in last])
         if not self._shared:
             self.statistics.end(record, ended, blocked_s, spent)
             return

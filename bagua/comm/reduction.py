@@ -1,4 +1,4 @@
-"""Which reductions exist for which dtypes, and how we add where we do the adding."""
+"""The reductions, and how we add where we do the adding."""
 
 from __future__ import annotations
 
@@ -8,40 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.errors import InvalidReduceOpError, InvalidTensorError
-
 ReduceOp = dist.ReduceOp
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_BOOL = frozenset({torch.bool})
-_FLOAT8 = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-)
-_REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
-_COPIED = _FLOAT8 | {torch.uint16, torch.uint32, torch.uint64}
-#: The dtypes that collectives carry; those that are only copied among them.
-COMMUNICABLE = _REDUCIBLE | _COPIED
-
-_ALLOWED: dict[str, frozenset[torch.dtype]] = {
-    "sum": _REDUCIBLE,
-    "product": _REDUCIBLE,
-    "min": _FLOATS | _INTEGERS | _BOOL,
-    "max": _FLOATS | _INTEGERS | _BOOL,
-    "avg": _FLOATS | _COMPLEX,
-    "band": _INTEGERS | _BOOL,
-    "bor": _INTEGERS | _BOOL,
-    "bxor": _INTEGERS | _BOOL,
-}
-
 #: By name.
-OPERATIONS: dict[str, Any] = {name: getattr(ReduceOp, name.upper()) for name in _ALLOWED}
-
-#: One look-up answers both "is this legal" and "what is it called".
-_LEGAL = {(op, dtype): name for name, op in OPERATIONS.items() for dtype in _ALLOWED[name]}
+OPERATIONS: dict[str, Any] = {
+    name: getattr(ReduceOp, name.upper()) for name in ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
+}
 
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -53,85 +25,6 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-
-#: Reductions of bool, expressed on its bytes (0 or 1).
-_BOOL_AS_BYTES = {
-    "sum": "max",
-    "max": "max",
-    "bor": "max",
-    "product": "min",
-    "min": "min",
-    "band": "min",
-    "bxor": "bxor",
-}
-
-
-def reduction_name(op: object, dtype: torch.dtype) -> str:
-    """Name of the reduction ``op`` for tensors of ``dtype``.
-
-    Args:
-        op: a ``torch.distributed.ReduceOp`` value.
-        dtype: dtype of the tensors to reduce.
-
-    Returns:
-        One of ``sum, product, min, max, avg, band, bor, bxor``.
-
-    Raises:
-        InvalidReduceOpError: ``op`` is unknown or has no meaning for ``dtype``.
-
-    Example:
-        >>> reduction_name(ReduceOp.AVG, torch.float16)
-        'avg'
-    """
-    try:
-        return _LEGAL[op, dtype]
-    except (KeyError, TypeError):
-        return _explain(op, dtype)
-
-
-def _explain(op: object, dtype: torch.dtype) -> str:
-    for name, known in OPERATIONS.items() if isinstance(op, ReduceOp) else ():
-        if op == known:  # a ReduceOp object rather than the enum's value
-            if dtype in _ALLOWED[name]:
-                return name
-            dtypes = sorted(str(allowed) for allowed in _ALLOWED[name])
-            raise InvalidReduceOpError(
-                f"{name.upper()} has no meaning for {dtype}",
-                argument="op",
-                expected=f"{name.upper()} of one of {', '.join(dtypes)}",
-                seen=dtype,
-                advice="Convert the tensor or choose another reduction.",
-            )
-    raise InvalidReduceOpError(
-        "unknown reduction",
-        argument="op",
-        expected="one of ReduceOp." + ", ReduceOp.".join(map(str.upper, OPERATIONS)),
-        seen=repr(op),
-        advice="For PREMUL_SUM, multiply the tensor and use SUM; bagua.distributed does it for you."
-        if isinstance(op, ReduceOp)
-        else "",
-    )
-
-
-def check_communicable(dtype: torch.dtype, argument: str) -> None:
-    """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
-    if dtype not in COMMUNICABLE:
-        raise InvalidTensorError(
-            "this dtype cannot be communicated",
-            argument=argument,
-            expected="a floating, complex, integer or bool dtype",
-            seen=dtype,
-        )
-
-
-def dtype_by_name(name: object) -> torch.dtype | None:
-    """The communicable dtype that prints as ``torch.<name>``, if there is one."""
-    return next((dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}"), None)
-
-
-def bytes_reduction(name: str) -> str:
-    """The reduction of uint8 that does to the bytes of bool tensors what ``name`` does to them."""
-    return _BOOL_AS_BYTES[name]
 
 
 def wide_dtype(dtype: torch.dtype, name: str) -> torch.dtype:

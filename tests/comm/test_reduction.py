@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua.comm import ReduceOp
-from bagua.comm.reduction import check_communicable, divide, fold, reduction_name
+from bagua.comm.operands import check_communicable, reduction_name
+from bagua.comm.reduction import divide, fold
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 from tests.contract.reference import COPIED, LEGAL
 

@@ -202,7 +202,7 @@ class Membership:
         )
 
 
-#: For which peers the last collectives waited: number of the call, seconds, and global ranks of those that came last; a
+#: For which peers the last collectives waited: number of the call, seconds, and the members that came last; a
 #: call stands in the place of its number, modulo the length. One thread at a time writes a place, any reads.
 Arrivals = list[tuple[int, float, tuple[int, ...]]]
 ARRIVALS_LENGTH = 64

@@ -343,9 +343,7 @@ class Peers(ABC):
 
     def named(self, members: Sequence[int]) -> tuple[int, ...]:
         """Global ranks of ``members``."""
-        ranks = self.ranks
-        # Each collective that waits asks: a generator takes three times as long.
-        return (ranks[members[0]],) if len(members) == 1 else tuple([ranks[member] for member in members])
+        return tuple(self.ranks[member] for member in members)
 
     # The end of this rank's part.
 

@@ -244,7 +244,7 @@ class MemoryTransport(Transport):
         come = time.perf_counter()
         last = peers.barrier(call, deadline, spin_s, suspect)
         if last:
-            noted = (call.sequence, time.perf_counter() - come, peers.named(last))
+            noted = (call.sequence, time.perf_counter() - come, last)
             self.arrivals[call.sequence % ARRIVALS_LENGTH] = noted
         if small and call.kind == "allreduce" and call.numel:
             assert target is not None
