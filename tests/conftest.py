@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 from bagua.cli import launch
 from bagua.comm import serve_store_at
 from bagua.comm.store.serving import serve_store
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks
+from bagua.testing import PRELOADED, ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
 from tests.versions import leave_out_what_gloo_prints, nccl_ranks
 
@@ -38,6 +38,8 @@ settings.register_profile("quick", max_examples=20, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+# Functions of many tests need them: each rank that is a process would import them anew.
+PRELOADED += ["tests.contract.transports", "tests.harness"]
 #: Ranks of each pool: what the largest test needs.
 _SIZE = 6
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")

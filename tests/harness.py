@@ -31,7 +31,7 @@ _seeding = threading.RLock()
 def seeded(seed: int = 0) -> Iterator[None]:
     """Torch's one global generator, for one thread at a time: ranks may be threads."""
     with _seeding, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # Without CUDA's, for which torch formats a traceback each time.
         yield
 
 

@@ -207,8 +207,11 @@ def _swap_equal_pieces(true: Any, outputs: Any, pieces: Any) -> None:
 
 
 def _bytes_of_bool(**others: str) -> Mutant:
-    names = {**reduction._BOOL_AS_BYTES, **others}
-    return patched(communicator, "bytes_reduction", names.__getitem__)
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        for name, other in others.items():
+            patch.setitem(operands.BOOL_AS_BYTES, name, other)
+
+    return mutate
 
 
 def _reversed_list(true: Any, *arguments: Any, **options: Any) -> Any:
