@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from bagua.comm.objects import decode, encode, encode_failure
-from bagua.comm.operands import Intake, check_rank, reduction_name
-from bagua.comm.pipeline import CallPipeline, Timeout
+from bagua.comm.operands import check_rank, reduction_name
+from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
-
-class Caller(Protocol):
-    """What these calls need of their communicator, which is above them."""
-
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
-    intake: Intake
-    pipeline: CallPipeline
-
-    def allreduce(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.allreduce``."""
-
-    def broadcast(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.broadcast``."""
-
-    def allgather(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.allgather``."""
-
-    def gather(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.gather``."""
-
-    def scatter(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.scatter``."""
-
-    def send(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.send``."""
-
-    def recv(self, *_: Any, **__: Any) -> Work | None:
-        """See ``Communicator.recv``."""
+#: The communicator of these calls, which is above them.
+Caller = Any
 
 
 def broadcast_object(
