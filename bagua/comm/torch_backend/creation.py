@@ -20,7 +20,7 @@ from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
-from bagua.comm.torch_backend.group import TorchGroup, open_groups
+from bagua.comm.torch_backend.group import TorchGroup, leave_at_exit
 from bagua.comm.torch_backend.starter import CallStarter, Connected, CpuStandIn, TorchBackendOptions
 from bagua.comm.torch_backend.work import BackwardPass, CallFuture, TorchWork
 from bagua.comm.torch_private import (
@@ -113,7 +113,7 @@ def _made_of(connected: Connected, connect: Callable[..., Connected], options: A
     starter = CallStarter(connected.members, connected.stand_in, connected.backends, _split_options(options)[0])
     group = TorchGroup(connected.store, starter, connect)
     group.register()
-    open_groups.add(group)
+    leave_at_exit(group)
     family.add(group)
     close_with(group, starter)
     return group

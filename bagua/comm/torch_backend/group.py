@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -235,7 +235,7 @@ class TorchGroup(dist.ProcessGroup):
         self._starter.renew(connected)
         self.store_of_members, self.members = connected.store, connected.members
         self.place = (rank, len(handles))
-        open_groups.add(self)
+        leave_at_exit(self)
         return TorchWork(None, [], self._starter.callbacks)
 
     def dismiss(self, reason: str) -> None:
@@ -253,7 +253,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group and give back what it holds. Idempotent."""
-        open_groups.discard(self)
+        _open_groups.discard(self)
         self._starter.shutdown()
         self._point.close()
 
@@ -503,28 +503,21 @@ class TorchGroup(dist.ProcessGroup):
     gather_into_tensor = gather_single
 
 
-class OpenGroups:
-    """The open groups of this process, to be left when it ends."""
-
-    def __init__(self) -> None:
-        self._members: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
-        self._process = -1
-
-    def add(self, group: TorchGroup) -> None:
-        """Leave ``group`` at the end of the process."""
-        self._members.add(group)
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            atexit.register(self._leave_all)
-
-    def discard(self, group: TorchGroup) -> None:
-        """Forget ``group``, which was left."""
-        self._members.discard(group)
-
-    def _leave_all(self) -> None:
-        if self._process == os.getpid():
-            for group in list(self._members):
-                group.shutdown()
+_open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
-open_groups = OpenGroups()
+def leave_at_exit(group: TorchGroup) -> None:
+    """Shut ``group`` down when this process ends, if it is open by then."""
+    _open_groups.add(group)
+    _register_exit(os.getpid())
+
+
+@cache
+def _register_exit(process: int) -> None:
+    atexit.register(_leave_all, process)
+
+
+def _leave_all(process: int) -> None:
+    if process == os.getpid():
+        for group in list(_open_groups):
+            group.shutdown()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,13 +85,6 @@ class Connected(NamedTuple):
     members: ProcessGroup
     stand_in: CpuStandIn
     backends: dict[str, Any]
-
-
-class Options(Protocol):
-    """What the options of all calls of torch have."""
-
-    timeout: timedelta
-    asyncOp: bool  # noqa: N815 - torch's name
 
 
 class CallStarter:
@@ -183,7 +176,7 @@ class CallStarter:
 
     def start(
         self,
-        options: Options,
+        options: Any,
         outputs: Sequence[Tensor],
         calls: Sequence[Callable[..., Work | None]],
         finish: Callable[[], None] | None = None,
