@@ -22,6 +22,7 @@ from bagua.comm import (
     ReduceOp,
     Store,
     TCPStore,
+    TorchWork,
     default_pg_timeout,
     get_default_backend_for_device,
     get_node_local_rank,
@@ -34,28 +35,21 @@ from bagua.comm import (
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
-)
-from bagua.comm import TorchWork as Work
-from bagua.comm import (
-    make_premul_sum as _make_nccl_premul_sum,  # noqa: F401 - torch's name
+    make_premul_sum,
 )
 from bagua.distributed import collectives, groups, point_to_point
 from bagua.distributed.collectives import *
 from bagua.distributed.groups import *
 from bagua.distributed.point_to_point import *
-from bagua.errors import (
-    CommunicationError as DistBackendError,
-)
-from bagua.errors import (
-    CommunicationError as DistError,
-)
-from bagua.errors import (
-    PeerLostError as DistNetworkError,
-)
+from bagua.errors import CommunicationError, PeerLostError
 from bagua.late import late
 
 if TYPE_CHECKING:
     from bagua.comm import reduce_op
+
+# Under the names of torch.
+Work, _make_nccl_premul_sum = TorchWork, make_premul_sum
+DistBackendError, DistError, DistNetworkError = CommunicationError, CommunicationError, PeerLostError
 
 __all__ = ["Backend", "DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "FileStore"]
 __all__ += ["HashStore", "PrefixStore", "ProcessGroup", "QueueEmptyError", "ReduceOp", "Store", "TCPStore", "Work"]
