@@ -7,7 +7,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -267,7 +266,7 @@ class ProcessGroup:
         if self.rank not in members:
             return NON_MEMBER
         raise_refusals(reasons, self.rank, self.ranks, obstacle)
-        group = self._made_of(
+        group = type(self)(  # as it is in a rehearsal
             dist.PrefixStore("members", store),
             list(members).index(self.rank),
             [self.ranks[member] for member in members],
@@ -281,10 +280,6 @@ class ProcessGroup:
         group._parent = weakref.ref(self)  # noqa: SLF001 - another one of these
         self._descendants.append(group)
         return group
-
-    def _made_of(self, *arguments: Any) -> ProcessGroup:
-        """A group of the same kind."""
-        return ProcessGroup(*arguments)
 
     # For those who need no call of the other members.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,26 +45,15 @@ class RehearsalTransport(Transport):
 
     def _fill(self, call: Call, source: torch.Tensor | None, target: torch.Tensor) -> None:
         flat = target.view(-1)
-        if call.kind in ("allreduce", "reduce"):
-            if call.reduction == "sum":
-                flat.mul_(self.size)
-        elif source is target:
-            return
-        elif source is None or call.kind == "alltoall_v" or (call.kind == "recv" and call.root < 0):
+        if source is None or call.kind == "alltoall_v" or (call.kind == "recv" and call.root < 0):
             flat.zero_()  # What a peer would send alone is not known here.
-        elif call.kind in ("allgather", "gather"):
-            flat.view(self.size, -1).copy_(source.view(1, -1).expand(self.size, -1))
-        elif call.kind in ("alltoall", "scatter", "reduce_scatter"):
-            self._fill_with_own_share(call, source, flat)
-        elif source.numel() == flat.numel():
-            flat.copy_(source.view(-1))
-
-    def _fill_with_own_share(self, call: Call, source: torch.Tensor, flat: torch.Tensor) -> None:
-        share = source.view(self.size, -1)[self.rank]
-        if call.kind == "alltoall":
-            flat.view(self.size, -1).copy_(share.expand(self.size, -1))
-            return
-        flat.copy_(share)
+        elif source is not target:
+            takes_share = call.kind in ("alltoall", "scatter", "reduce_scatter")
+            given = source.view(self.size, -1)[self.rank] if takes_share else source.view(-1)
+            if call.kind in ("alltoall", "allgather", "gather"):
+                flat.view(self.size, -1).copy_(given.expand(self.size, -1))
+            elif given.numel() == flat.numel():
+                flat.copy_(given)
         if call.reduction == "sum":
             flat.mul_(self.size)
 
@@ -81,9 +69,6 @@ class _RehearsalGroup(ProcessGroup):
 
     def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:  # noqa: ARG002
         return [""] * self.size
-
-    def _made_of(self, *arguments: Any) -> ProcessGroup:
-        return _RehearsalGroup(*arguments)
 
 
 def rehearsal_group(host_sizes: Sequence[int]) -> ProcessGroup:
