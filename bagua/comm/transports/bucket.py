@@ -236,40 +236,23 @@ class _Exchange:
 
     def run(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         """Make the call; both tensors are flat."""
-        kind = self._call.kind
-        if kind == "barrier":
-            word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._put(word)
-            self._get_all(torch.empty(self._size, dtype=torch.uint8, device="cpu"), word)
-        elif kind in ("allreduce", "reduce", "reduce_scatter"):
-            assert source is not None
-            assert target is not None
-            getattr(self, f"_{kind}")(source, target)
-        elif kind == "alltoall_v":
-            assert source is not None
-            assert target is not None
-            self._alltoall_v(source, target)
-        else:
-            self._copy(kind, source, target)
+        if self._call.kind == "barrier":  # One byte of each rank for each rank.
+            source = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            target = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        getattr(self, f"_{self._call.kind}", self._copy)(source, target)
 
-    def _copy(self, kind: str, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-        call, rank = self._call, self._rank
+    def _copy(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        kind = self._call.kind
         if source is not None:
             self._put(source)
         if target is None:
             return
-        if kind in ("allgather", "gather"):
-            assert source is not None
-            self._get_all(target, source)
-        elif kind == "alltoall":
-            for owner, part in enumerate(_cut(target, [call.numel] * self._size)):
-                self._get(part, owner, rank * call.numel, source)
-        elif target is not source:  # broadcast, or scatter
-            self._get(target, call.root, rank * call.numel if kind == "scatter" else 0, source)
-
-    def _get_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        for owner, part in enumerate(_cut(target, [source.numel()] * self._size)):
-            self._get(part, owner, 0, source)
+        start = self._rank * self._call.numel if kind in ("alltoall", "scatter") else 0
+        if kind in ("broadcast", "scatter"):
+            self._get(target, self._call.root, start, source)
+            return
+        for owner, part in enumerate(_cut(target, [target.numel() // self._size] * self._size)):
+            self._get(part, owner, start, source)
 
     def _alltoall_v(self, source: torch.Tensor, target: torch.Tensor) -> None:
         sent = _cut(source, self._call.send_counts)
