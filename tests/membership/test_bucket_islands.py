@@ -159,7 +159,6 @@ def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algori
 
 
 def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr("bagua.comm.pieces.shelf.PIECE_BYTES", 100)
     monkeypatch.setattr("bagua.comm.pieces.server.PIECE_BYTES", 100)
     monkeypatch.setattr("bagua.comm.pieces.fetching.PIECE_BYTES", 100)
     bucket = opened(f"file://{tmp_path}/run").bucket

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError
 
-from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
+from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, pieces_of
 from bagua.comm.pieces.shelf import asked_of_shelf, is_shelf
 from bagua.comm.store.bucket import ObjectBucket
 
@@ -67,10 +67,7 @@ class Fetch:
         self._places: dict[Source, dict[str, _Place]] = {}
         self._pieces: dict[str, memoryview] = {}
         for content in known.values():
-            view = memoryview(content)
-            starts = range(0, len(view), PIECE_BYTES)
-            pieces = [view[start : start + PIECE_BYTES] for start in starts]
-            self._pieces.update(zip(digests_of(view), pieces, strict=True))
+            self._pieces |= {digest_of(piece): piece for piece in pieces_of(memoryview(content))}
         self._under_way: dict[str, Source] = {}
         self._connections: dict[Source, socket.socket] = {}
         self._ended = False

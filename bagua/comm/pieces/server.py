@@ -138,21 +138,26 @@ class _Later:
         self._thread.start()
 
     def _take(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
-        try:
-            fill()
-        finally:
-            self.filled.set()
-        catalogue = {name: [len(content), digests_of(content)] for name, content in contents.items()}
-        self._text = json.dumps(catalogue).encode()
+        self._text = catalogue_of(contents, fill, self.filled)
 
     def text(self) -> bytes:
         self._thread.join()
         return self._text
 
 
-def digests_of(content: memoryview) -> list[str]:
-    """The digest of each piece."""
-    return [digest_of(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+def catalogue_of(contents: Mapping[str, memoryview], fill: Callable[[], None], filled: threading.Event) -> bytes:
+    """Length and digests of all contents, once ``fill`` has written them."""
+    try:
+        fill()
+    finally:
+        filled.set()
+    found = {name: [len(content), list(map(digest_of, pieces_of(content)))] for name, content in contents.items()}
+    return json.dumps(found).encode()
+
+
+def pieces_of(content: memoryview) -> list[memoryview]:
+    """The content, cut."""
+    return [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
 
 
 def digest_of(piece: memoryview) -> str:

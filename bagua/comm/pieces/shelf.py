@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from bagua.comm.objects import Memory
-from bagua.comm.pieces.server import PIECE_BYTES, Source, digests_of
+from bagua.comm.pieces.server import Source, catalogue_of, pieces_of
 from bagua.comm.store.bucket import ObjectBucket, quoted
 
 #: The host of a source that is in a bucket.
@@ -57,19 +57,13 @@ class PieceShelf:
         over: threading.Event,
     ) -> None:
         """Put the pieces, then what says which there are; delete all of it when the offer is over."""
-        try:
-            fill()
-        finally:
-            filled.set()
-        objects: dict[str, memoryview] = {}
-        catalogue = {}
-        for name, content in contents.items():
-            digests = digests_of(content)
-            catalogue[name] = [len(content), digests]
-            for piece in range(len(digests)):
-                part = content[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
-                objects[_place(source, [source.number, name, piece])] = part
-        objects[_place(source, [source.number])] = memoryview(json.dumps(catalogue).encode())
+        catalogue = catalogue_of(contents, fill, filled)
+        objects = {
+            _place(source, [source.number, name, piece]): part
+            for name, content in contents.items()
+            for piece, part in enumerate(pieces_of(content))
+        }
+        objects[_place(source, [source.number])] = memoryview(catalogue)
         for path, part in objects.items():
             self._put(path, part, over)
         over.wait()

@@ -30,8 +30,7 @@ _RETRIES, _RETRY_S = 3, 10.0
 #: Parts of a large object that are under way at once.
 _UPLOADS = 4
 #: Seconds between two looks whether an object is there: the first in a folder and in a bucket, growth, and the longest.
-_FIRST_S = {"file": 0.002}
-_FIRST_REMOTE_S, _GROWTH, _LONGEST_S = 0.05, 1.5, 2.0
+_FIRST_IN_FOLDER_S, _FIRST_S, _GROWTH, _LONGEST_S = 0.002, 0.05, 1.5, 2.0
 #: A suffix keeps the value of a key apart from the folder of the keys that begin with it.
 _CELL = ".cell"
 _STATUS = re.compile(r"status code: (\d{3}(?: [A-Z][a-z]+)*)")
@@ -47,22 +46,22 @@ class ObjectBucket:
     Args:
         objects: store of obstore.
         where: address in messages.
-        first_pause_s: seconds until an object that was missing is looked for again.
 
     Attributes:
+        first_pause_s: seconds until an object that was missing is looked for again.
         is_folder: True for a folder of a file system, whose requests take no time to speak of.
         requests: number of requests, without retries and parts, which the client makes.
         hook: function to call before and after each request; None for none.
         leftovers: names that a communicator, which is closed, has left; the next one deletes them.
     """
 
-    def __init__(self, objects: Any, where: str, first_pause_s: float = _FIRST_REMOTE_S) -> None:
+    def __init__(self, objects: Any, where: str) -> None:
         self._obstore = _obstore()
         self._objects = objects
         self.where = where
-        self.first_pause_s = first_pause_s
         #: A folder writes an object at once; to a server large ones go in parts, few at a time, each within its limit.
         self.is_folder = where.startswith("file:")
+        self.first_pause_s = _FIRST_IN_FOLDER_S if self.is_folder else _FIRST_S
         self._parts: dict[str, Any] = {"use_multipart": False} if self.is_folder else {"max_concurrency": _UPLOADS}
         self.requests = 0
         self.hook: RequestHook | None = None
@@ -250,10 +249,7 @@ def open_bucket(where: str, timeout_s: float, objects: Any = None) -> BucketStor
         ConfigurationError: obstore is not installed, or it or the bucket cannot do what is needed.
         StoreLostError: the bucket cannot be read and written.
     """
-    scheme = where.partition("://")[0]
-    bucket = ObjectBucket(
-        _client_of(where) if objects is None else objects, where, _FIRST_S.get(scheme, _FIRST_REMOTE_S)
-    )
+    bucket = ObjectBucket(_client_of(where) if objects is None else objects, where)
     started = time.monotonic()
     for pause_s in bucket.pauses():
         try:
