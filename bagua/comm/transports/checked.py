@@ -10,11 +10,12 @@ them, only slower. For debugging (``BAGUA_DEBUG=1``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -32,6 +33,7 @@ from bagua.comm.call import (
 )
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.contract import DONE, Handle, Joined, Transport
+from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 
 _FACTS = 6
@@ -99,7 +101,7 @@ class CollectiveFingerprints:
         self._compare_counts(rows)
 
     def _compare_counts(self, rows: list[list[int]]) -> None:
-        for sender, receiver in self._pairs():
+        for sender, receiver in itertools.product(range(self._size), repeat=2):
             sent = rows[sender][_FACTS + receiver]
             expected = rows[receiver][_FACTS + self._size + sender]
             if sent != expected:
@@ -118,10 +120,6 @@ class CollectiveFingerprints:
         with contextlib.suppress(CommunicationError):
             self._check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
 
-    def _pairs(self) -> Iterator[tuple[int, int]]:
-        ranks = range(self._size)
-        return ((sender, receiver) for sender in ranks for receiver in ranks)
-
     def give_up(self) -> None:
         """The deadline has passed: let the transport say who is missing."""
         self._handle.wait(0.001)
@@ -138,7 +136,7 @@ class FingerprintExchange:
 
     def __init__(self, check: Transport) -> None:
         self.check = check
-        self._sequence = 0
+        self._numbers = itertools.count(1)
         self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
         self._arrived: dict[tuple[int, int], deque[list[int]]] = {}
         #: Handles of what was sent are kept until they are complete.
@@ -149,7 +147,7 @@ class FingerprintExchange:
 
     def tell(self, peer: int, fingerprint: torch.Tensor, timeout_s: float) -> None:
         """Send ``fingerprint`` to ``peer``."""
-        sending = Call("send", self._next(), torch.int64, fingerprint.numel(), "", peer)
+        sending = Call("send", next(self._numbers), torch.int64, fingerprint.numel(), "", peer)
         self._going = [sent for sent in self._going if not sent.is_completed()]
         self._going.append(self.check.start(sending, fingerprint, None, timeout_s, True))
         if fingerprint[0] == _SENDS:
@@ -164,7 +162,7 @@ class FingerprintExchange:
         if arrived:
             return arrived.popleft()
         if peer not in self._coming:
-            receiving = Call("recv", self._next(), torch.int64, like.numel(), "", peer)
+            receiving = Call("recv", next(self._numbers), torch.int64, like.numel(), "", peer)
             row = torch.empty_like(like)
             self._coming[peer] = self.check.start(receiving, None, row, timeout_s, True), row
         return None
@@ -190,10 +188,6 @@ class FingerprintExchange:
     def _entry(self, sender: int, receiver: int) -> str:
         return f"{sender} to {receiver}"
 
-    def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
     def flush(self) -> None:
         """Until the peers have what was sent: the error that follows closes the connections."""
         with contextlib.suppress(CommunicationError):
@@ -215,11 +209,11 @@ class MessageFingerprints:
         timeout_s: until its deadline.
     """
 
-    def __init__(self, messages: FingerprintExchange, call: Call, timeout_s: float) -> None:
+    def __init__(self, messages: FingerprintExchange, call: Call, deadline: Deadline) -> None:
         self._messages = messages
         self._peer = call.root
         self._role = KIND_NUMBERS[call.kind]
-        self._until = time.monotonic() + timeout_s
+        self._deadline = deadline
         self._own = fingerprint_of(call, messages.check.size, self._role)
         self._theirs: list[int] | None = None
         self._told = False
@@ -228,13 +222,13 @@ class MessageFingerprints:
         """Tell the other rank, once."""
         if not self._told:
             self._told = True
-            self._messages.tell(self._peer, self._own, self._left_s())
+            self._messages.tell(self._peer, self._own, self._deadline.limit_s)
 
     def arrived(self) -> bool:
         """Whether the other rank has told what it does. It is asked for until it has."""
         if self._theirs is None:
             opposite = _RECEIVES if self._role == _SENDS else _SENDS
-            self._theirs = self._messages.take(self._peer, opposite, self._own, self._left_s())
+            self._theirs = self._messages.take(self._peer, opposite, self._own, self._deadline.limit_s)
         return self._theirs is not None
 
     def compare(self) -> None:
@@ -250,9 +244,6 @@ class MessageFingerprints:
     def give_up(self) -> None:
         """The deadline has passed."""
         self._messages.give_up(self._peer)
-
-    def _left_s(self) -> float:
-        return max(self._until - time.monotonic(), 0.001)
 
 
 def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
@@ -392,7 +383,7 @@ class CheckedHandle(Handle):
     """
 
     __slots__ = (
-        *("_call", "_deadline", "_error", "_fingerprints", "_inner", "_look_at", "_tensors", "_timeout_s"),
+        *("_call", "_deadline", "_error", "_fingerprints", "_inner", "_look_at", "_tensors"),
         *("_transport", "any_source", "only_sends", "ways"),
     )
 
@@ -407,8 +398,7 @@ class CheckedHandle(Handle):
         self._transport = transport
         self._call = call
         self._tensors = (source, target)
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = Deadline.after(timeout_s)
         self._inner: Handle | None = None
         self._error: BaseException | None = None
         self._look_at = 0.0
@@ -424,7 +414,7 @@ class CheckedHandle(Handle):
         else:
             halves = _halves(call) if call.kind == "sendrecv" else (call,)
             self.ways = {(half.kind, half.root) for half in halves}
-            self._fingerprints = [MessageFingerprints(transport.messages, half, timeout_s) for half in halves]
+            self._fingerprints = [MessageFingerprints(transport.messages, half, self._deadline) for half in halves]
 
     def tell(self) -> None:
         """Tell the peers, once."""
@@ -442,7 +432,7 @@ class CheckedHandle(Handle):
         try:
             if not self._compared(taken):
                 return False
-            self._inner = self._transport.data.start(self._call, *self._tensors, self._left_s(), True)
+            self._inner = self._transport.data.start(self._call, *self._tensors, self._deadline.limit_s, True)
         except Exception as error:  # noqa: BLE001  # the one who waits raises it
             self._error = error
         return True
@@ -452,21 +442,18 @@ class CheckedHandle(Handle):
         if self._inner is None and self._error is None:
             self._error = error
 
-    def _left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
-
     def wait(self, timeout_s: float | None = None) -> None:
-        until = self._deadline if timeout_s is None else min(self._deadline, time.monotonic() + timeout_s)
-        while not self.is_completed() and time.monotonic() < until:
+        until = self._deadline if timeout_s is None else min(self._deadline, Deadline.after(timeout_s))
+        while not self.is_completed() and until.left_s > 0:
             time.sleep(_POLL_S)
         if self._error is not None:
             raise self._error
         if self._inner is None:
             self._give_up()
             # The peers have told what they do, and it is not this.
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            limit_s = self._deadline.timeout_s if timeout_s is None else timeout_s
             raise CollectiveTimeoutError("the call did not complete in time", timeout_s=limit_s)
-        self._inner.wait(max(until - time.monotonic(), 0.001))
+        self._inner.wait(until.limit_s)
 
     def is_completed(self) -> bool:
         # All of them: a peer may wait for a call that this rank made on another communicator.
@@ -507,7 +494,7 @@ class CheckedHandle(Handle):
         self._tensors = None, target
         self._call = self._call._replace(root=peer)
         self.any_source, self.ways = False, {(_RECEIVE, peer)}
-        self._fingerprints = [MessageFingerprints(self._transport.messages, self._call, self._left_s())]
+        self._fingerprints = [MessageFingerprints(self._transport.messages, self._call, self._deadline)]
         self.tell()
 
     def _require_peers(self) -> None:
@@ -515,12 +502,12 @@ class CheckedHandle(Handle):
         failures = self._transport.check.failures
         failures.check_usable()
         if failures.peers_left():
-            elapsed_s = self._timeout_s - self._left_s()
-            raise failures.failed(ConnectionError("a peer left"), elapsed_s, self._timeout_s)
+            timeout_s = self._deadline.timeout_s
+            raise failures.failed(ConnectionError("a peer left"), timeout_s - self._deadline.left_s, timeout_s)
 
     def _give_up(self) -> None:
         """The deadline has passed: let the transport of the fingerprints say who is missing, if it knows."""
         if self.any_source:
-            raise CollectiveTimeoutError("no rank has sent a message", timeout_s=self._timeout_s)
+            raise CollectiveTimeoutError("no rank has sent a message", timeout_s=self._deadline.timeout_s)
         for one in self._fingerprints:
             one.give_up()

@@ -85,11 +85,11 @@ class _Part:
         self, call: Call, source: torch.Tensor | None, target: torch.Tensor, deadline: Deadline, asynchronous: bool
     ) -> Callable[[], None]:
         with self._naming(deadline):
-            handle = self.transport.start(call, source, target, max(deadline.left_s, 0.001), asynchronous)
+            handle = self.transport.start(call, source, target, deadline.limit_s, asynchronous)
 
         def wait() -> None:
             with self._naming(deadline):
-                handle.wait(max(deadline.left_s, 0.001))
+                handle.wait(deadline.limit_s)
 
         return wait
 

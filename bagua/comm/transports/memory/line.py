@@ -59,6 +59,11 @@ class Deadline(NamedTuple):
         """Seconds until then; negative if it has passed."""
         return self.at - time.perf_counter()
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds for a call that must begin, or end, also if it has passed: transports take none for no limit."""
+        return max(self.left_s, 0.001)
+
 
 class LineState:
     """Values of a line's state word."""
