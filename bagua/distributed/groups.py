@@ -11,20 +11,7 @@ import torch
 import bagua.observe  # noqa: F401 - ranks are watched from here on
 from bagua import comm
 from bagua.checks import check_kind, refuse
-from bagua.comm import (
-    NON_MEMBER,
-    Group,
-    NonMember,
-    ProcessGroup,
-    Store,
-    as_group,
-    as_seconds,
-    backend_of,
-    communicator_of,
-    default_pg_timeout,
-    meet_at,
-    ranks_of,
-)
+from bagua.comm import NON_MEMBER, Group, NonMember, ProcessGroup, Store, meet_at
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [
@@ -101,7 +88,7 @@ def init_process_group(
     if init_method not in {None, "env://"} and not comm.is_initialized():
         assert init_method is not None
         patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout) if timeout else None
-        store, rank, world_size = meet_at(init_method, rank, world_size, patience or default_pg_timeout)
+        store, rank, world_size = meet_at(init_method, rank, world_size, patience or comm.default_pg_timeout)
     name = None if backend is None else str(backend).lower()
     comm.init_process_group(backend=name, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
@@ -173,7 +160,7 @@ def new_subgroups(
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | NonMember, list[ProcessGroup | NonMember]]:
     """Groups of neighbouring ranks: this rank's, and all. Unlike in torch, the size must be given on CUDA, too."""
-    ranks = list(ranks_of(group))
+    ranks = list(comm.ranks_of(group))
     if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
         raise ConfigurationError(
             "the group does not split into groups of this size",
@@ -208,16 +195,16 @@ def split_group(
 ) -> ProcessGroup | NonMember:
     """This rank's part of ``parent_pg``, divided by lists of its ranks. Unlike torch's, it runs on any backend."""
     refuse("pg_options", pg_options, None, _NO_OPTIONS)
-    if parent_pg is not None and not communicator_of(parent_pg):
+    if parent_pg is not None and not comm.communicator_of(parent_pg):
         return NON_MEMBER
-    parent = comm.get_default_group() if parent_pg is None else as_group(parent_pg, "parent_pg")
+    parent = comm.get_default_group() if parent_pg is None else comm.as_group(parent_pg, "parent_pg")
     parts = split_ranks or ()
     _check_apart("split_ranks", parts)
     made = [
         parent.subgroup(
             ranks,
             backend=None if backend is None else str(backend).lower(),
-            timeout_s=None if timeout is None else as_seconds(timeout),
+            timeout_s=None if timeout is None else comm.as_seconds(timeout),
             label=group_desc or "split",
         )
         for ranks in parts
@@ -239,17 +226,17 @@ def _check_apart(argument: str, parts: Sequence[Sequence[int]]) -> None:
 
 def get_backend(group: Group | None = None) -> str:
     """Name of the transport. Unlike torch's, ``shm``, ``hybrid`` and ``threads`` are among them."""
-    return backend_of(group)
+    return comm.backend_of(group)
 
 
 def get_process_group_ranks(group: Group | None) -> list[int]:
     """Global ranks of the members, in the order of their ranks in the group; none for a non-member. As torch's."""
-    return list(ranks_of(group))
+    return list(comm.ranks_of(group))
 
 
 def get_global_rank(group: Group | None, group_rank: int) -> int:
     """Global rank of a member. As torch's."""
-    ranks = ranks_of(group)
+    ranks = comm.ranks_of(group)
     if type(group_rank) is not int or not 0 <= group_rank < len(ranks):
         raise InvalidRankError(
             "not a rank of the group",
@@ -262,7 +249,7 @@ def get_global_rank(group: Group | None, group_rank: int) -> int:
 
 def get_group_rank(group: Group | None, global_rank: int) -> int:
     """Rank in the group of a global rank. As torch's."""
-    ranks = ranks_of(group)
+    ranks = comm.ranks_of(group)
     if global_rank not in ranks:
         raise InvalidRankError(
             "not a member of the group",
