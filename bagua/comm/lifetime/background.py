@@ -21,6 +21,14 @@ from bagua.comm.lifetime.forks import family, forked_error
 
 T = TypeVar("T")
 
+
+def daemon(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that runs ``target`` from now on, and ends with the process."""
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread  # Not earlier: who has not started cannot be waited for.
+
+
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 #: How long the end of the process waits for what runs beside it, in seconds.
 _EXIT_S = 1.0
@@ -102,9 +110,7 @@ class BackgroundThread:
             if self._stopped:
                 raise RuntimeError(f"background thread {self._name} was stopped")
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread  # Not earlier: who has not started cannot be waited for.
+                self._thread = daemon(self._name, self._run)
                 _living.add(self)
             self._queued += 1
             self._queue.put(task)
@@ -178,7 +184,7 @@ class _Beside:
 
         running.add(ended)
         try:
-            threading.Thread(target=run, name="bagua-beside", daemon=True).start()
+            daemon("bagua-beside", run)
         except RuntimeError:
             running.discard(ended)
             return False

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.lifetime.forks import family
 
 
@@ -92,9 +93,7 @@ class _Closer:
         """
         with self._guard:
             if self._thread is None:  # A finalizer could not start it.
-                thread = threading.Thread(target=self._run, name="bagua-closer", daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = daemon("bagua-closer", self._run)
             self._owners += 1
             if not self._registered:
                 self._registered = True

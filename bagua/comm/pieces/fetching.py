@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError
 
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, pieces_of
 from bagua.comm.pieces.shelf import asked_of_shelf, is_shelf
 from bagua.comm.store.bucket import ObjectBucket
@@ -89,9 +90,7 @@ class Fetch:
                 for source in named:
                     if source not in begun:
                         begun.add(source)
-                        threading.Thread(
-                            target=self._draw_from, args=(source,), name="bagua-fetch", daemon=True
-                        ).start()
+                        daemon("bagua-fetch", self._draw_from, source)
                 with self._changed:
                     for source in begun - set(named):
                         self._give_up(source, "it is no longer there")

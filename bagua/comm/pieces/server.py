@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.lifetime.forks import family
 from bagua.comm.objects import Memory
 from bagua.comm.transports.failure.notices import own_address
@@ -134,8 +135,7 @@ class _Later:
     def __init__(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
         self._text = b""
         self.filled = threading.Event()
-        self._thread = threading.Thread(target=self._take, args=(contents, fill), name="bagua-digests", daemon=True)
-        self._thread.start()
+        self._thread = daemon("bagua-digests", self._take, contents, fill)
 
     def _take(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
         self._text = catalogue_of(contents, fill, self.filled)
@@ -177,10 +177,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.answer = answer
         self.ending = False
         self.connections: set[socket.socket] = set()
-        self._thread = threading.Thread(
-            target=self.serve_forever, kwargs={"poll_interval": 0.05}, name="bagua-pieces", daemon=True
-        )
-        self._thread.start()
+        self._thread = daemon("bagua-pieces", self.serve_forever, 0.05)
 
     def end(self) -> None:
         """Close everything, and wait for the thread that listens."""

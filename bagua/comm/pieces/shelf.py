@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.objects import Memory
 from bagua.comm.pieces.server import Source, catalogue_of, pieces_of
 from bagua.comm.store.bucket import ObjectBucket, quoted
@@ -43,9 +44,7 @@ class PieceShelf:
         self._filled, self._over = threading.Event(), threading.Event()
         source = Source(_BUCKET, 0, self._key, self._number)
         views = {name: memoryview(content) for name, content in contents.items()}
-        arguments = (source, views, fill, self._filled, self._over)
-        self._thread = threading.Thread(target=self._serve, args=arguments, name="bagua-shelf", daemon=True)
-        self._thread.start()
+        self._thread = daemon("bagua-shelf", self._serve, source, views, fill, self._filled, self._over)
         return source
 
     def _serve(

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bagua.comm import torch_private
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.work import Work, future_of
 from bagua.errors import CommunicationError, CommunicatorClosedError
@@ -233,9 +234,7 @@ class CallbackThread:
     def _start(self) -> None:
         with self._guard:
             if self._thread is None and not self._stopped:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread  # Not earlier: who has not started cannot be waited for.
+                self._thread = daemon(self._name, self._run)
 
     def _run(self) -> None:
         self._ident = threading.get_ident()

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from bagua.comm.call import Call
+from bagua.comm.lifetime.background import daemon
 from bagua.comm.lifetime.forks import family
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
@@ -103,9 +104,8 @@ class Monitor:
         with self._changed:
             self._watched.append(call)
             if self._thread is None and not self._stopped:
-                thread = threading.Thread(target=self._run, name="bagua-monitor", daemon=True)
-                thread.start()  # It fails where there may be no more threads; the next call tries again.
-                self._thread = thread
+                # It fails where there may be no more threads; the next call tries again.
+                self._thread = daemon("bagua-monitor", self._run)
             self._changed.notify()
 
     def _run(self) -> None:
