@@ -17,7 +17,7 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import CallRecord, Place, Recorder, Statistics, observers
-from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Handle, Transport
+from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Data, Handle, Transport
 from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
     CollectiveTimeoutError,
@@ -138,8 +138,8 @@ class CallPipeline:
     def run(
         self,
         kind: str,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        source: Data,
+        target: Data,
         dtype: torch.dtype,
         numel: int,
         async_op: bool,
@@ -208,14 +208,7 @@ class CallPipeline:
         if finish is not None:
             finish()
 
-    def _start_in_profile(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        async_op: bool,
-    ) -> Handle:
+    def _start_in_profile(self, call: Call, source: Data, target: Data, timeout_s: float, async_op: bool) -> Handle:
         """Start ``call`` in a range of torch's profiler, which holds the whole of a synchronous call."""
         end_range = profiler_range(f"{self._label}: {call}")
         try:
@@ -403,7 +396,7 @@ class CallPipeline:
             error.history = self.statistics.history()
 
 
-def _bare(source: torch.Tensor | None, target: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _bare(source: Data, target: Data) -> tuple[Data, Data]:
     """The memory of both, which no graph gets hold of; of a call in place that of one."""
     memory = None if target is None else target.detach()
     return memory if source is target else None if source is None else source.detach(), memory

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.transports.contract import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Data, Handle, Transport
 from bagua.comm.transports.registry import register_transport
 
 _NAME = "rehearsal"
@@ -27,14 +27,7 @@ class RehearsalTransport(Transport):
     executor = "caller"
     overlaps = True
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,  # noqa: ARG002
-        asynchronous: bool,  # noqa: ARG002
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:  # noqa: ARG002
         """Fill the target."""
         if target is not None:
             with torch.no_grad():
@@ -43,7 +36,7 @@ class RehearsalTransport(Transport):
             source.fill_(call.root)
         return DONE
 
-    def _fill(self, call: Call, source: torch.Tensor | None, target: torch.Tensor) -> None:
+    def _fill(self, call: Call, source: Data, target: torch.Tensor) -> None:
         flat = target.view(-1)
         if source is None or call.kind == "alltoall_v" or (call.kind == "recv" and call.root < 0):
             flat.zero_()  # What a peer would send alone is not known here.

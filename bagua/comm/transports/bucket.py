@@ -28,7 +28,7 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.background import bounded
 from bagua.comm.reduction import fold
 from bagua.comm.store.bucket import bucket_of
-from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
+from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import (
@@ -94,14 +94,7 @@ class BucketTransport(Transport):
         #: Those of communicators before: all members that are here have left these.
         self._older, bucket.leftovers = bucket.leftovers, []
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """See ``Transport.start``; calls run in their order."""
         if call.kind in POINT_TO_POINT:
             raise TransportUnavailableError(f"over a bucket, ranks cannot {call.kind}", rank=self._own)
@@ -140,7 +133,7 @@ class BucketTransport(Transport):
 
     # One call.
 
-    def _run(self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, deadline: Deadline) -> None:
+    def _run(self, call: Call, source: Data, target: Data, deadline: Deadline) -> None:
         before = list(self._put)
         _Exchange(self, call, deadline).run(
             None if source is None else source.reshape(-1), None if target is None else target.view(-1)
@@ -234,14 +227,14 @@ class _Exchange:
         digest = zlib.crc32(repr(call.agreement()).encode())
         self._mark = f"{digest:0{_MARK}x}"
 
-    def run(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def run(self, source: Data, target: Data) -> None:
         """Make the call; both tensors are flat."""
         if self._call.kind == "barrier":  # One byte of each rank for each rank.
             source = torch.zeros(1, dtype=torch.uint8, device="cpu")
             target = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         getattr(self, f"_{self._call.kind}", self._copy)(source, target)
 
-    def _copy(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def _copy(self, source: Data, target: Data) -> None:
         kind = self._call.kind
         if source is not None:
             self._put(source)
@@ -314,7 +307,7 @@ class _Exchange:
     def _put(self, tensor: torch.Tensor, part: str = "") -> None:
         self._transport.put(self._name(self._rank, part), _bytes_of(tensor.contiguous()), self._deadline)
 
-    def _get(self, into: torch.Tensor, owner: int, start: int, own: torch.Tensor | None, part: str = "") -> None:
+    def _get(self, into: torch.Tensor, owner: int, start: int, own: Data, part: str = "") -> None:
         """Bring elements of what ``owner`` has put, from ``start`` on, ``into`` a flat tensor."""
         if owner == self._rank and own is not None:
             into.copy_(own[start : start + into.numel()])

@@ -32,7 +32,7 @@ from bagua.comm.call import (
     Call,
 )
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.contract import DONE, Handle, Joined, Transport
+from bagua.comm.transports.contract import DONE, Data, Handle, Joined, Transport
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 
@@ -275,14 +275,7 @@ class CheckedTransport(Transport):
         self._collectives: deque[CheckedHandle] = deque()
         self._others: list[CheckedHandle] = []
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         if call.kind in POINT_TO_POINT and call.root == self.rank:
             return self.data.start(call, source, target, timeout_s, asynchronous)
         if call.kind == "sendrecv" and source is not None and source.is_cpu:
@@ -294,9 +287,7 @@ class CheckedTransport(Transport):
             )
         return self._start_checked(call, source, target, timeout_s)
 
-    def _start_checked(
-        self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float
-    ) -> Handle:
+    def _start_checked(self, call: Call, source: Data, target: Data, timeout_s: float) -> Handle:
         with self._advancing:
             handle = CheckedHandle(self, call, source, target, timeout_s)
             if call.kind not in POINT_TO_POINT:
@@ -387,14 +378,7 @@ class CheckedHandle(Handle):
         *("_transport", "any_source", "only_sends", "ways"),
     )
 
-    def __init__(
-        self,
-        transport: CheckedTransport,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, transport: CheckedTransport, call: Call, source: Data, target: Data, timeout_s: float) -> None:
         self._transport = transport
         self._call = call
         self._tensors = (source, target)

@@ -51,6 +51,9 @@ from torch.distributed import PrefixStore, Store
 from bagua.comm.call import Call
 from bagua.comm.long_wait import Activity, Judge
 
+#: The tensor that a rank puts into a call, or gets out of it, where it has one.
+Data = torch.Tensor | None
+
 
 class Handle(ABC):
     """A started call. A transport returns one; what its user gets is made of it: ``bagua.comm.Work``."""

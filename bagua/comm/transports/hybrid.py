@@ -25,7 +25,7 @@ from bagua.comm.call import Call
 from bagua.comm.reduction import divide
 from bagua.comm.store.asking import refuse_together
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.contract import Handle, Membership, Transport
+from bagua.comm.transports.contract import Data, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline
@@ -66,7 +66,7 @@ class _Part:
         self,
         kind: str,
         reduction: str,
-        source: torch.Tensor | None,
+        source: Data,
         target: torch.Tensor,
         numel: int,
         deadline: Deadline,
@@ -82,7 +82,7 @@ class _Part:
         return self._start(call, tensor, tensor, deadline, True)
 
     def _start(
-        self, call: Call, source: torch.Tensor | None, target: torch.Tensor, deadline: Deadline, asynchronous: bool
+        self, call: Call, source: Data, target: torch.Tensor, deadline: Deadline, asynchronous: bool
     ) -> Callable[[], None]:
         with self._naming(deadline):
             handle = self.transport.start(call, source, target, deadline.limit_s, asynchronous)
@@ -245,14 +245,7 @@ class HybridTransport(Transport):
 
     # Calls.
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Run a small allreduce here or behind those under way, and large ones in threads; leave the rest to Gloo."""
         if call.kind != "allreduce" or call.numel == 0:
             return self._flat.start(call, source, target, timeout_s, asynchronous)

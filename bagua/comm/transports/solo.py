@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from bagua.comm.call import Call
-from bagua.comm.transports.contract import DONE, Handle, Transport
+from bagua.comm.transports.contract import DONE, Data, Handle, Transport
 from bagua.comm.transports.memory.copying import copy_pieces
 
 
@@ -17,14 +15,7 @@ class SoloTransport(Transport):
     compares_calls = True
     executor = "caller"
 
-    def start(
-        self,
-        call: Call,  # noqa: ARG002
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,  # noqa: ARG002
-        asynchronous: bool,  # noqa: ARG002
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:  # noqa: ARG002
         """Copy where output and input differ."""
         if source is not target and source is not None and target is not None:
             if target.is_inference():

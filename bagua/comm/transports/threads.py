@@ -15,7 +15,7 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.store.asking import gather_values, raise_refusals
-from bagua.comm.transports.contract import Handle, Membership
+from bagua.comm.transports.contract import Data, Handle, Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import FaultHook, Line, Notice, RankKilled, Slots, Step, Words
 from bagua.comm.transports.memory.peers import Peers
@@ -108,7 +108,7 @@ class ThreadPeers(Peers):
         self.line.builder = self.line.caller = threading.current_thread()
         self.line.lanes = self.lanes
 
-    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+    def publish(self, slot: int, call: Call, source: Data, private: bool) -> None:
         """Show the tensor itself, or a copy of it."""
         if source is not None:
             flat = source.view(-1)
@@ -176,14 +176,7 @@ class ThreadsTransport(MemoryTransport):
         super().__init__(membership, peers)
         self._line = peers.line
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """See ``Transport.start``; notes that the calling thread is this rank."""
         self._line.caller = threading.current_thread()
         return super().start(call, source, target, timeout_s, asynchronous)

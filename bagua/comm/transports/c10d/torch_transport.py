@@ -22,7 +22,7 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
 from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
-from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
+from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import TransportUnavailableError
@@ -116,14 +116,7 @@ class C10dTransport(Transport):
 
     # Calls.
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         if self.failures.broken:
             self.failures.check_usable()
         kind = call[0]
@@ -157,14 +150,7 @@ class C10dTransport(Transport):
             self._keep(handle)
         return handle
 
-    def _start_staged(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def _start_staged(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Tensors of a device that no backend takes travel by way of the CPU."""
         # The place for the rank of a sender is on the CPU, and stays.
         near_source = source if source is None or source.is_cpu else source.to("cpu", copy=True)

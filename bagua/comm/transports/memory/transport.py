@@ -36,7 +36,7 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
 from bagua.comm.reduction import fold
-from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Handle, Membership, Transport
+from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Data, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
@@ -81,14 +81,7 @@ class MemoryTransport(Transport):
         self._inside: set[int] = set()
         self._ended = False
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = _new_deadline((time.perf_counter() + timeout_s, timeout_s))
         lanes = _lanes(call, self.rank)
@@ -186,8 +179,8 @@ class MemoryTransport(Transport):
     def _run(
         self,
         call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        source: Data,
+        target: Data,
         deadline: Deadline,
         lanes: tuple[Lane, ...],
         inline: bool = True,
@@ -221,14 +214,7 @@ class MemoryTransport(Transport):
             if self._ended:
                 self._give_back()
 
-    def _collective(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        deadline: Deadline,
-        inline: bool,
-    ) -> None:
+    def _collective(self, call: Call, source: Data, target: Data, deadline: Deadline, inline: bool) -> None:
         peers = self._peers
         slot = self._turn & 1
         self._turn += 1
@@ -261,8 +247,8 @@ class MemoryTransport(Transport):
     def _message(
         self,
         call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        source: Data,
+        target: Data,
         deadline: Deadline,
         lanes: tuple[Lane, ...],
         inline: bool,
@@ -286,7 +272,7 @@ class MemoryTransport(Transport):
         self,
         call: Call,
         other: int,
-        sender: torch.Tensor | None,
+        sender: Data,
         target: torch.Tensor,
         deadline: Deadline,
         inline: bool,
