@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,6 +71,17 @@ class Call(NamedTuple):
         """The part on which all ranks of a collective must agree."""
         numel = 0 if self.kind == "alltoall_v" else self.numel
         return self.kind, self.dtype, numel, self.reduction, self.root
+
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """``agreement`` as ranks in other processes are told."""
+        kind, dtype, numel, reduction, root = self.agreement()
+        return KIND_NUMBERS[kind], DTYPE_NUMBERS[dtype], numel, REDUCTION_NUMBERS[reduction], root
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int], sequence: int, *rest: Any) -> Call:
+        """The call of which a rank tells in ``numbers``; ``rest`` are the other fields, from ``source`` on."""
+        kind, dtype, numel, reduction, root = numbers
+        return cls(KINDS[kind], sequence, DTYPES[dtype], numel, REDUCTIONS[reduction], root, *rest)
 
     def __str__(self) -> str:
         parts = [f"{self.numel} x {str(self.dtype).removeprefix('torch.')}"]

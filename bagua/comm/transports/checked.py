@@ -21,16 +21,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch.distributed import PrefixStore
 
-from bagua.comm.call import (
-    DTYPE_NUMBERS,
-    DTYPES,
-    KIND_NUMBERS,
-    KINDS,
-    POINT_TO_POINT,
-    REDUCTION_NUMBERS,
-    REDUCTIONS,
-    Call,
-)
+from bagua.comm.call import KIND_NUMBERS, KINDS, POINT_TO_POINT, Call
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.contract import DONE, Data, Handle, Joined, Transport
 from bagua.comm.transports.memory.line import Deadline
@@ -49,20 +40,16 @@ _RECEIVE = "recv"
 
 def fingerprint_of(call: Call, size: int, kind: int) -> torch.Tensor:
     """``call`` in ``_FACTS + 2 * size`` whole numbers; the counts only where they matter."""
-    reduction = REDUCTION_NUMBERS[call.reduction]
-    facts = [kind, call.sequence, DTYPE_NUMBERS[call.dtype], call.numel, reduction, call.root]
-    counts = [0] * (2 * size)
-    if call.kind == "alltoall_v":
-        facts[3] = 0
-        counts = [*call.send_counts, *call.recv_counts]
+    facts = [kind, call.sequence, *call.numbers()[1:]]
+    counts = [*call.send_counts, *call.recv_counts] if call.kind == "alltoall_v" else [0] * (2 * size)
     return torch.tensor(facts + counts, dtype=torch.int64, device="cpu")
 
 
 def _describe(row: list[int], size: int) -> str:
     """The call behind a fingerprint, for people."""
-    kind, sequence, dtype, numel, reduction, root = row[:_FACTS]
+    kind, sequence, *others = row[:_FACTS]
     counts = tuple(row[_FACTS : _FACTS + size]) if KINDS[kind] == "alltoall_v" else ()
-    return str(Call(KINDS[kind], sequence, DTYPES[dtype], numel, REDUCTIONS[reduction], root, -1, counts))
+    return str(Call.of_numbers([kind, *others], sequence, -1, counts))
 
 
 class CollectiveFingerprints:

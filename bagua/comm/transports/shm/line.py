@@ -14,16 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bagua.comm.call import (
-    COLLECTIVES,
-    DTYPE_NUMBERS,
-    DTYPES,
-    KIND_NUMBERS,
-    KINDS,
-    REDUCTION_NUMBERS,
-    REDUCTIONS,
-    Call,
-)
+from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
 from bagua.comm.transports.shm.memory import SharedMemory
@@ -200,10 +191,8 @@ class ControlLine(Line):
     def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
         kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
         counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
-        return Call(
-            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
-            counts[:sends], counts[sends:],
-        )  # fmt: skip
+        numbers = kind, dtype, numel, reduction, root
+        return Call.of_numbers(numbers, record[_SEQUENCE], source, counts[:sends], counts[sends:])
 
     def _offset(self, slot: int, place: Location, start: int) -> int:
         itemsize = place.dtype.itemsize
@@ -298,10 +287,7 @@ class OwnLine(ControlLine):
         self._shown[slot] = None if area is None else area.views
 
     def _write_all(self, slot: int, call: Call, place: Location) -> None:
-        numbers = (
-            KIND_NUMBERS[call.kind], DTYPE_NUMBERS[call.dtype], call.agreement()[2],
-            REDUCTION_NUMBERS[call.reduction], call.root,
-        )  # fmt: skip
+        numbers = call.numbers()
         sends, receives = call.send_counts, call.recv_counts
         _RECORD.pack_into(
             self._bytes, self._record(slot), *numbers, call.numel, call.source, len(sends), len(receives),
