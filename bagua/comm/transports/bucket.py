@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed import DistNetworkError
@@ -70,7 +70,6 @@ class BucketTransport(Transport):
 
     name = "bucket"
     compares_calls = True
-    executor: Literal["caller", "thread", "stream"] = "thread"
     overlaps = True
 
     def __init__(self, membership: Membership) -> None:

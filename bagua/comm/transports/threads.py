@@ -9,7 +9,6 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -53,21 +52,18 @@ def current_fault() -> FaultHook | None:
 class ThreadLine(Line):
     """A line whose views are the published tensors themselves."""
 
+    reason: str = ""
+
     def __init__(self, size: int) -> None:
         self.words: list[int] = [0] * Words(size).count
         self.notices: list[Notice | None] = [None] * Slots(size).count
         self.data: list[torch.Tensor | None] = [None] * Slots(size).count
-        self.text = ""
         #: The threads that are this rank: the one that built it, and the one that made its latest call.
         self.builder: threading.Thread | None = None
         self.caller: threading.Thread | None = None
         self.lanes: Lanes | None = None
         #: One lock per sleeping thread of this rank; the thread that takes it out releases it.
         self.bells: list[threading.Lock] = []
-
-    @property
-    def reason(self) -> str:
-        return self.text
 
     def notice(self, slot: int) -> Notice:
         notice = self.notices[slot]
@@ -150,7 +146,7 @@ class ThreadPeers(Peers):
 
     def set_reason(self, reason: str) -> None:
         """Say why this rank leaves."""
-        self.line.text = reason
+        self.line.reason = reason
 
 
 class ThreadsTransport(MemoryTransport):
@@ -169,10 +165,9 @@ class ThreadsTransport(MemoryTransport):
     """
 
     name = "threads"
-    peers_class: ClassVar[type[ThreadPeers]] = ThreadPeers
 
     def __init__(self, membership: Membership) -> None:
-        peers = self.peers_class(_attach(membership), membership, current_fault())
+        peers = ThreadPeers(_attach(membership), membership, current_fault())
         super().__init__(membership, peers)
         self._line = peers.line
 

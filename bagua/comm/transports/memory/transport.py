@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from traceback import walk_stack
-from typing import Literal
 
 import torch
 
@@ -64,7 +63,6 @@ class MemoryTransport(Transport):
 
     name = "memory"
     compares_calls = True
-    executor: Literal["caller", "thread", "stream"] = "thread"
 
     def __init__(self, membership: Membership, peers: Peers) -> None:
         super().__init__(membership)
