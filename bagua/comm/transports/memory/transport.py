@@ -254,9 +254,20 @@ class MemoryTransport(Transport):
     ) -> None:
         self._peers.require_open(())
         direction, other = lanes[0]
+        if direction == "recv" and other < 0:
+            assert source is not None
+            assert target is not None
+            wildcard = order[-1]  # Those before it run in the same lane, and are over.
+            try:
+                self._messages.receive_any(call, wildcard, source, target, deadline)
+            finally:
+                wildcard.close()
+            return
         if direction == "recv":
             assert target is not None
-            self._receive(call, other, source, target, deadline, inline, order)
+            if order:
+                self._messages.let_go(order, other, deadline)
+            self._messages.receive(call, other, target, deadline, inline)
             return
         assert source is not None
         if target is None or (len(lanes) == 1 and other != self.rank):
@@ -265,28 +276,6 @@ class MemoryTransport(Transport):
             target.view(-1).copy_(source.view(-1))
         else:
             self._messages.exchange(call, source, target, deadline)
-
-    def _receive(
-        self,
-        call: Call,
-        other: int,
-        sender: Data,
-        target: torch.Tensor,
-        deadline: Deadline,
-        inline: bool,
-        order: Sequence[Wildcard],
-    ) -> None:
-        if other >= 0:
-            if order:
-                self._messages.let_go(order, other, deadline)
-            self._messages.receive(call, other, target, deadline, inline)
-            return
-        assert sender is not None
-        wildcard = order[-1]  # Those before it run in the same lane, and are over.
-        try:
-            self._messages.receive_any(call, wildcard, sender, target, deadline)
-        finally:
-            wildcard.close()
 
     def _suspect(self, call: Call) -> CollectiveMismatchError | None:
         """The error if a rank waits in a message for this one, which waits for it in ``call``.
