@@ -196,7 +196,7 @@ class GlooGroup(BackendGroup):
 
 
 class NcclGroup(BackendGroup):
-    """NCCL: CUDA tensors, asynchronous to the host, aborted by ``monitor.py``."""
+    """NCCL: CUDA tensors, asynchronous to the host, aborted by ``Monitor``."""
 
     abilities = Abilities(
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
