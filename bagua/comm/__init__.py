@@ -44,8 +44,7 @@ from bagua.comm.long_wait import LongWait
 from bagua.comm.objects import as_bytes, decode, encoded_later
 from bagua.comm.operands import as_seconds, check_rank, check_tensor
 from bagua.comm.pieces.fetching import Fetch, PhaseDeadline, ask_now
-from bagua.comm.pieces.server import PieceServer, Source
-from bagua.comm.pieces.shelf import PieceShelf
+from bagua.comm.pieces.server import PieceServer, PieceShelf, Source
 from bagua.comm.records.recorder import LATE_SHARE, CallRecord, CallTimes, Place, Recorder, in_background, observers
 from bagua.comm.reduction import divide
 from bagua.comm.startup.adoption import *
@@ -62,10 +61,10 @@ from bagua.comm.store.serving import thread_store
 from bagua.comm.torch_backend.creation import create_requested_group, install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
 from bagua.comm.torch_calls import TorchCalls
-from bagua.comm.torch_forms.factors import *
 from bagua.comm.torch_forms.lists import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors
-from bagua.comm.torch_forms.lists import reduce_scatter_tensors, scatter_tensors
+from bagua.comm.torch_forms.lists import is_scaled, reduce_scatter_tensors, scale, scaled, scatter_tensors
 from bagua.comm.torch_forms.tagged import mail_of
+from bagua.comm.torch_private import make_premul_sum
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault

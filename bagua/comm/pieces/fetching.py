@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from torch.distributed import DistNetworkError
 
 from bagua.comm.lifetime.background import daemon
-from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, pieces_of
-from bagua.comm.pieces.shelf import asked_of_shelf, is_shelf
+from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, asked_of_shelf, digest_of, is_shelf, pieces_of
 from bagua.comm.store.bucket import ObjectBucket
 
 #: A list of the digests of a state of one terabyte has a quarter of that.
