@@ -44,22 +44,21 @@ _DEFAULTS: dict[str, Any] = {"opts": None, "op": None, "timeout": None}
 _FIELDS = {"op": "reduceOp", "rank": "rootRank", "timeout": "timeout"}
 
 
-def takes(
-    options: type, lists: Sequence[str], *forms: str, anywhere: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def takes(options: type, *forms: str, anywhere: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method of a group take its arguments in all forms of torch, and leave the call to who serves its device.
 
     Args:
         options: class of the last argument.
-        lists: kinds of what the method itself takes before the options.
-        forms: parameters of each form, ``name:kind`` or only the kind, as in torch.
+        forms: parameters of each form, ``name:kind`` or only the kind, as in torch; first that of the method itself,
+            whose last one are the options.
         anywhere: True if the method takes tensors of all devices; else the first tensor of a list that is not nested,
             or of a single one, tells who serves it.
     """
     parsed = [[_parameter(word) for word in form.split()] for form in forms]
+    lists = [kind for _, kind in parsed[0] if kind != "opts"]
     count = len(lists) + 1
-    nested = bool(lists) and lists[0] in ("list", "lists")
-    told_by = 1 if lists[:1] == ("lists",) else 0
+    nested = lists[:1] in (["list"], ["lists"])
+    told_by = 1 if lists[:1] == ["lists"] else 0
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         made = hookable(method)

@@ -269,7 +269,7 @@ class TorchGroup(dist.ProcessGroup):
 
     # What C++ calls.
 
-    @takes(c10d.AllreduceOptions, ("list",), "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
+    @takes(c10d.AllreduceOptions, "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce in place; several tensors of one call with each other, too."""
         if len(tensors) != 1:
@@ -298,7 +298,7 @@ class TorchGroup(dist.ProcessGroup):
         call = partial(self._starter.collectives.allreduce, rows, operation)
         return self._starter.start(opts, tensors, [call], finish)
 
-    @takes(c10d.AllreduceCoalescedOptions, ("list",), "tensors:list opts")
+    @takes(c10d.AllreduceCoalescedOptions, "tensors:list opts")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce all tensors in place, with one message for each dtype."""
         alike: dict[torch.dtype, list[Tensor]] = {}
@@ -314,7 +314,7 @@ class TorchGroup(dist.ProcessGroup):
         calls = [partial(self._starter.collectives.allreduce, flat, operation) for flat, _ in flats]
         return self._starter.start(opts, tensors, calls, finish)
 
-    @takes(c10d.BroadcastOptions, ("list",), "tensors:list opts", "tensor root:rank timeout")
+    @takes(c10d.BroadcastOptions, "tensors:list opts", "tensor root:rank timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy the tensor of one rank to all others; of several, one to all of them."""
         if len(tensors) == 1:
@@ -330,7 +330,6 @@ class TorchGroup(dist.ProcessGroup):
 
     @takes(
         c10d.AllgatherOptions,
-        ("lists", "list"),
         "output_tensors:lists input_tensors:list opts",
         "output_tensors:list input_tensor:tensor timeout",
     )
@@ -350,7 +349,7 @@ class TorchGroup(dist.ProcessGroup):
         outputs = [output for outputs in output_lists for output in outputs]
         return self._starter.start(opts, outputs, [partial(self._starter.collectives.allgather, flat, source)], finish)
 
-    @takes(c10d.AllgatherOptions, ("list", "list"), "outputs:list inputs:list opts", anywhere=True)
+    @takes(c10d.AllgatherOptions, "outputs:list inputs:list opts", anywhere=True)
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Gather each tensor of all ranks into one output."""
         if other := self.elsewhere(tensors):
@@ -362,7 +361,6 @@ class TorchGroup(dist.ProcessGroup):
 
     @takes(
         c10d.ReduceScatterOptions,
-        ("list", "lists"),
         "output_tensors:list input_tensors:lists opts",
         "output:tensor input:list op timeout",
     )
@@ -371,7 +369,7 @@ class TorchGroup(dist.ProcessGroup):
         arguments = only(outputs), only(input_lists), opts.reduceOp.op
         return self._make(opts, outputs, reduce_scatter_tensors, *arguments)
 
-    @takes(c10d.ReduceScatterOptions, ("list", "list"), "outputs:list inputs:list opts", anywhere=True)
+    @takes(c10d.ReduceScatterOptions, "outputs:list inputs:list opts", anywhere=True)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Reduce each tensor over all ranks and give each rank its part."""
         if other := self.elsewhere(outputs):
@@ -383,7 +381,6 @@ class TorchGroup(dist.ProcessGroup):
 
     @takes(
         c10d.AllToAllOptions,
-        ("tensor", "tensor", "sizes", "sizes"),
         "output:tensor input:tensor output_split_sizes:sizes input_split_sizes:sizes opts",
         "output:tensor input:tensor output_split_sizes:sizes input_split_sizes:sizes timeout",
     )
@@ -393,7 +390,7 @@ class TorchGroup(dist.ProcessGroup):
         """Send some of the first dimension to each rank; the same to each if no sizes are given."""
         return self._make(opts, [output], alltoall_rows, output, tensor, output_sizes, input_sizes)
 
-    @takes(c10d.BarrierOptions, (), "opts", "timeout", anywhere=True)
+    @takes(c10d.BarrierOptions, "opts", "timeout", anywhere=True)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks are here; a barrier of the devices if the caller names them."""
         if opts.device_ids and (other := self._starter.torch_backends.get("cuda")):
@@ -412,12 +409,12 @@ class TorchGroup(dist.ProcessGroup):
 
     # What Python calls.
 
-    @takes(c10d.AllgatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
+    @takes(c10d.AllgatherOptions, "output:tensor input:tensor opts")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output."""
         return self._make(opts, [output], Communicator.allgather, output, tensor)
 
-    @takes(c10d.AllgatherOptions, ("lists", "list"), "output_lists:lists input_list:list opts", anywhere=True)
+    @takes(c10d.AllgatherOptions, "output_lists:lists input_list:list opts", anywhere=True)
     def allgather_coalesced(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         """Gather several tensors; here ``output_lists`` has one list for each rank."""
         require_equal("output lists, one for each rank", self.members.size, len(output_lists))
@@ -430,19 +427,18 @@ class TorchGroup(dist.ProcessGroup):
         calls = [partial(allgather_tensors, self._starter.collectives, *pair) for pair in pairs]
         return self._starter.start(opts, [output for outputs in per_tensor for output in outputs], calls)
 
-    @takes(c10d.ReduceScatterOptions, ("tensor", "tensor"), "outputTensor:tensor inputTensor:tensor opts")
+    @takes(c10d.ReduceScatterOptions, "outputTensor:tensor inputTensor:tensor opts")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor over all ranks and give each rank its part."""
         return self._make(opts, [output], Communicator.reduce_scatter, output, tensor, opts.reduceOp.op)
 
-    @takes(c10d.ReduceOptions, ("list",), "tensors:list opts", "tensor root:rank op timeout")
+    @takes(c10d.ReduceOptions, "tensors:list opts", "tensor root:rank op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce a tensor into that of one rank."""
         return self._make(opts, tensors, Communicator.reduce, only(tensors), opts.rootRank, opts.reduceOp.op)
 
     @takes(
         c10d.GatherOptions,
-        ("lists", "list"),
         "output_tensors:lists input_tensors:list opts",
         "output_tensors:list input_tensor:tensor root:rank timeout",
     )
@@ -451,7 +447,7 @@ class TorchGroup(dist.ProcessGroup):
         outputs = only(output_lists) if output_lists else []
         return self._make(opts, outputs, gather_tensors, only(tensors), outputs, opts.rootRank)
 
-    @takes(c10d.GatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
+    @takes(c10d.GatherOptions, "output:tensor input:tensor opts")
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output on one of them; torch has it from 2.15 on."""
         target = output if opts.rootRank == self.members.rank else None
@@ -459,7 +455,6 @@ class TorchGroup(dist.ProcessGroup):
 
     @takes(
         c10d.ScatterOptions,
-        ("list", "lists"),
         "output_tensors:list input_tensors:lists opts",
         "output_tensor:tensor input_tensors:list root:rank timeout",
     )
@@ -468,7 +463,7 @@ class TorchGroup(dist.ProcessGroup):
         parts = only(input_lists) if input_lists else []
         return self._make(opts, outputs, scatter_tensors, only(outputs), parts, opts.rootRank)
 
-    @takes(c10d.AllToAllOptions, ("list", "list"), "output_tensors:list input_tensors:list opts")
+    @takes(c10d.AllToAllOptions, "output_tensors:list input_tensors:list opts")
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Send one tensor to each rank and receive one from each; sizes may differ."""
         return self._make(opts, outputs, alltoall_tensors, outputs, tensors)
