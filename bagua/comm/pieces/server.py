@@ -283,32 +283,25 @@ class PieceShelf:
         """Put the pieces, then what says which there are; delete all of it when the offer is over."""
         catalogue = catalogue_of(contents, fill, filled)
         objects = {
-            _place(source, [source.number, name, piece]): part
+            _object(source.key, [source.number, name, piece]): part
             for name, content in contents.items()
             for piece, part in enumerate(pieces_of(content))
         }
-        objects[_place(source, [source.number])] = memoryview(catalogue)
+        objects[_object(source.key, [source.number])] = memoryview(catalogue)
         for path, part in objects.items():
             self._put(path, part, over)
         over.wait()
-        self._delete([*objects, _place(source, ["now"])])
+        with contextlib.suppress(DistNetworkError):  # ``bagua islands clean`` deletes it.
+            self._bucket.delete([*objects, _object(source.key, ["now"])])
 
     def _put(self, path: str, content: memoryview, over: threading.Event) -> None:
         for pause_s in self._bucket.pauses():
             if over.is_set():
                 return
-            try:
+            with contextlib.suppress(DistNetworkError):
                 self._bucket.put(path, content)
-            except DistNetworkError:
-                over.wait(pause_s)
-            else:
                 return
-
-    def _delete(self, paths: list[str]) -> None:
-        try:
-            self._bucket.delete(paths)
-        except DistNetworkError:
-            return  # ``bagua islands clean`` deletes it.
+            over.wait(pause_s)
 
     def tell_now(self) -> None:
         """Say what those who fetch may ask."""
@@ -336,10 +329,6 @@ def is_shelf(source: Source) -> bool:
     return source.host == _BUCKET
 
 
-def _place(source: Source, question: list[Any]) -> str:
-    return _object(source.key, question)
-
-
 def _object(key: str, question: list[Any]) -> str:
     """The suffix keeps the list of an offer apart from the folder of its pieces."""
     return "/".join([key, *(quoted(str(one)) for one in question)]) + ".piece"
@@ -361,7 +350,7 @@ def asked_of_shelf(
         ValueError: there is nothing like that.
     """
     for pause_s in bucket.pauses():
-        found = bucket.get(_place(source, question))
+        found = bucket.get(_object(source.key, question))
         if found is not None and len(found) <= limit_bytes:
             return bytearray(found)
         if found is not None or not goes_on():
