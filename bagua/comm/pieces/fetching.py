@@ -96,7 +96,7 @@ class Fetch:
                     if begun and begun <= self.failures.keys():
                         return None
                     leader = self._leader()
-                    if leader is not None and not self._missing(leader):
+                    if leader is not None and self._places[leader].keys() <= self._pieces.keys():
                         return leader, self._put_together(leader)
                     self._changed.wait(poll_s)
         finally:
@@ -107,9 +107,6 @@ class Fetch:
 
     def _leader(self) -> Source | None:
         return next((source for source in self._offers if source not in self.failures), None)
-
-    def _missing(self, leader: Source) -> bool:
-        return any(digest not in self._pieces for digest in self._places[leader])
 
     def _put_together(self, leader: Source) -> dict[str, bytearray]:
         found = {}
@@ -139,7 +136,7 @@ class Fetch:
         if self._bucket is not None and is_shelf(source):
             yield partial(self._ask_bucket, self._bucket, source)
             return
-        with _connected(source, self._deadline.seconds) as connection:
+        with socket.create_connection((source.host, source.port), self._deadline.seconds) as connection:
             with self._changed:
                 self._connections[source] = connection
             yield partial(_asked, connection, source)
@@ -217,16 +214,13 @@ def ask_now(source: Source, timeout_s: float, bucket: ObjectBucket | None = None
     """What a source says of itself at this moment; None if it does not answer, or not with whole numbers."""
     try:
         if bucket is not None and is_shelf(source):
-            news = json.loads(asked_of_shelf(bucket, source, ["now"], lambda: False, _NEWS_BYTES))
-            return _whole_numbers(news)
-        with _connected(source, timeout_s) as connection:
-            news = json.loads(_asked(connection, source, ["now"], timeout_s, _NEWS_BYTES))
+            text = asked_of_shelf(bucket, source, ["now"], lambda: False, _NEWS_BYTES)
+        else:
+            with socket.create_connection((source.host, source.port), timeout_s) as connection:
+                text = _asked(connection, source, ["now"], timeout_s, _NEWS_BYTES)
+        news = json.loads(text)
     except (OSError, ValueError, RecursionError, DistNetworkError):
         return None
-    return _whole_numbers(news)
-
-
-def _whole_numbers(news: Any) -> list[int] | None:
     understood = isinstance(news, list) and all(type(number) is int for number in news)
     return news if understood else None
 
@@ -247,10 +241,6 @@ def _offer_of(catalogue: Any) -> dict[str, tuple[int, list[str]]]:
             raise ValueError(f"it does not say what {name} is")
         found[name] = (length, digests)
     return found
-
-
-def _connected(source: Source, timeout_s: float) -> socket.socket:
-    return socket.create_connection((source.host, source.port), timeout_s)
 
 
 def _shut(connection: socket.socket) -> None:
