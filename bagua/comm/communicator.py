@@ -192,12 +192,7 @@ class Communicator:
         )  # fmt: skip
 
     def broadcast(
-        self,
-        tensor: torch.Tensor,
-        root: int = 0,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Copy ``tensor`` of rank ``root`` into the ``tensor`` of all other ranks.
 
@@ -223,12 +218,7 @@ class Communicator:
     # From an input into an output.
 
     def allgather(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Gather ``tensor`` of all ranks, in rank order, into ``output`` on every rank.
 
@@ -326,12 +316,7 @@ class Communicator:
         )  # fmt: skip
 
     def alltoall(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Send the j-th of ``size`` equal shares of ``tensor`` to rank j, and receive likewise.
 

@@ -58,12 +58,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    communicator: Caller,
-    obj: object,
-    *,
-    async_op: bool = False,
-    timeout: Timeout = None,
-    allow_pickle: bool = False,
+    communicator: Caller, obj: object, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
 ) -> Any:
     """The objects of all ranks, in rank order, on every rank.
 
@@ -370,10 +365,7 @@ def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _coalesced(
-    communicator: Caller,
-    tensors: list[torch.Tensor],
-    start: Callable[[torch.Tensor], Work | None],
-    async_op: bool,
+    communicator: Caller, tensors: list[torch.Tensor], start: Callable[[torch.Tensor], Work | None], async_op: bool
 ) -> Work | None:
     targets = [communicator.intake.in_place(tensor, "tensors") for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

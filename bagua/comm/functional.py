@@ -43,11 +43,7 @@ def _make(name: str) -> None:
     # As data classes are made: the call costs as much as if it stood here.
     who = "(default_communicator() if comm is None else communicator_of(comm))"
     source = compile(f"def {name}({taken}): return {who}.{name}({passed})", __file__, "exec")
-    scope = {
-        "communicator_of": communicator_of,
-        "default_communicator": default_communicator,
-        "__name__": __name__,
-    }
+    scope = {"communicator_of": communicator_of, "default_communicator": default_communicator, "__name__": __name__}
     exec(source, scope)  # noqa: S102 - names of our own
     globals()[name] = made = scope[name]
     made.__defaults__ = tuple(one.default for one in positional if one.default is not one.empty)

@@ -109,12 +109,7 @@ class ProcessGroup:
             )
 
     def _communicator(
-        self,
-        members: list[int],
-        suffix: str,
-        *,
-        store: dist.Store | None = None,
-        timeout_s: float | None = None,
+        self, members: list[int], suffix: str, *, store: dist.Store | None = None, timeout_s: float | None = None
     ) -> Communicator:
         activity = Activity()
         membership = Membership(
@@ -218,12 +213,7 @@ class ProcessGroup:
         return group
 
     def subgroup(
-        self,
-        ranks: Sequence[int],
-        *,
-        backend: str | None = None,
-        timeout_s: float | None = None,
-        label: str = "group",
+        self, ranks: Sequence[int], *, backend: str | None = None, timeout_s: float | None = None, label: str = "group"
     ) -> ProcessGroup | NonMember:
         """A group of some members. Called by all members with the same arguments.
 

@@ -142,10 +142,7 @@ def as_seconds(timeout: object, argument: str = "timeout") -> float:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigurationError(
-            "a timeout must be positive",
-            argument=argument,
-            expected="seconds > 0 or a timedelta",
-            seen=repr(timeout),
+            "a timeout must be positive", argument=argument, expected="seconds > 0 or a timedelta", seen=repr(timeout)
         )
     return _LONGEST_S if seconds > _LONGEST_S else float(seconds)
 
@@ -367,14 +364,7 @@ class Intake:
         return writable(tensor, argument, keep=False)
 
     def only_on(
-        self,
-        root: int,
-        tensor: torch.Tensor | None,
-        argument: str,
-        like: torch.Tensor,
-        share: int,
-        *,
-        written: bool,
+        self, root: int, tensor: torch.Tensor | None, argument: str, like: torch.Tensor, share: int, *, written: bool
     ) -> tuple[torch.Tensor | None, Finish]:
         """The tensor of all shares, which exists on ``root`` only."""
         if self.rank != root:
@@ -402,10 +392,7 @@ class Intake:
         rank = check_rank(rank, self.size, argument)
         if rank == self.rank:
             raise InvalidRankError(
-                "a rank cannot send to or receive from itself",
-                argument=argument,
-                expected="another rank",
-                seen=rank,
+                "a rank cannot send to or receive from itself", argument=argument, expected="another rank", seen=rank
             )
         return rank
 

@@ -343,9 +343,7 @@ class CallPipeline:
             reason = str(getattr(self._broken, "problem", "") or repr(self._broken))
             advice = "Call destroy_process_group() and start anew, from a checkpoint if need be."
         refusal = CommunicatorClosedError(
-            f"{kind} on {self._label}, which can no longer be used: {reason}",
-            rank=self._global_rank,
-            advice=advice,
+            f"{kind} on {self._label}, which can no longer be used: {reason}", rank=self._global_rank, advice=advice
         )
         refusal.__cause__ = self._broken
         return refusal

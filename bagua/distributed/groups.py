@@ -80,10 +80,7 @@ def init_process_group(
     check_kind((torch.device, int, type(None)), "a torch.device, a number, or None", device_id=device_id)
     if init_method is not None and store is not None:
         raise ConfigurationError(
-            "ranks meet in one place",
-            argument="init_method",
-            expected="one of init_method and store",
-            seen="both",
+            "ranks meet in one place", argument="init_method", expected="one of init_method and store", seen="both"
         )
     if init_method not in {None, "env://"} and not comm.is_initialized():
         assert init_method is not None

@@ -12,16 +12,7 @@ from bagua.comm import Communicator, Group, TorchWork, Work, check_rank, check_t
 from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError, InvalidRankError
 
-__all__ = [
-    "P2POp",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "recv_object_list",
-    "send",
-    "send_object_list",
-]
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"]
 
 
 def isend(

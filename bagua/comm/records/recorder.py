@@ -222,10 +222,7 @@ class Statistics:
         """Totals by kind."""
         return {
             kind: KindStatistics(
-                calls,
-                volume,
-                sent_evenly(kind, volume, len(self.place.ranks)) if kind in EVEN else sent,
-                seconds,
+                calls, volume, sent_evenly(kind, volume, len(self.place.ranks)) if kind in EVEN else sent, seconds
             )
             for kind, (calls, seconds, volume, sent) in list(self._totals.items())
         }

@@ -117,8 +117,7 @@ def _join(everyone: bool) -> None:
     """Let bagua join torch's ranks, if all of them are calling."""
     if not available():
         raise NotInitializedError(
-            "there is no group of ranks",
-            advice="Call bagua.comm.init_process_group() once, before everything else.",
+            "there is no group of ranks", advice="Call bagua.comm.init_process_group() once, before everything else."
         )
     if not everyone:
         raise NotInitializedError(

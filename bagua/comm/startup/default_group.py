@@ -227,10 +227,7 @@ _uses_of_torch_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDicti
 
 
 def from_torch_group(
-    group: dist.ProcessGroup | None = None,
-    *,
-    backend: str | None = None,
-    timeout: float | timedelta | None = None,
+    group: dist.ProcessGroup | None = None, *, backend: str | None = None, timeout: float | timedelta | None = None
 ) -> ProcessGroup:
     """A group of the ranks of a ``torch.distributed`` group. Called by its members only.
 

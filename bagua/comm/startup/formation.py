@@ -21,12 +21,7 @@ from bagua import env
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import ASKED_FOR, SHARED_GPUS, abilities, candidates, sharing_a_gpu
-from bagua.comm.startup.hosts import (
-    advice_on_interfaces,
-    host_identity,
-    nodes_from_identities,
-    nodes_from_local_size,
-)
+from bagua.comm.startup.hosts import advice_on_interfaces, host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
 from bagua.comm.store.bounded import bounded
 from bagua.comm.store.keys import behind_token

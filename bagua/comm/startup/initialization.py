@@ -93,8 +93,7 @@ def init_process_group(
     """
     if is_initialized():
         raise RepeatedInitializationError(
-            "init_process_group() was called before",
-            advice="Call it once, or destroy_process_group() in between.",
+            "init_process_group() was called before", advice="Call it once, or destroy_process_group() in between."
         )
     if unnamed:
         raise InvalidTypeError(

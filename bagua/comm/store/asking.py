@@ -229,12 +229,7 @@ def meeting(topic: str, rank: int, ranks: Sequence[int]) -> Iterator[None]:
 
 
 def refuse_together(
-    store: dist.Store,
-    topic: str,
-    rank: int,
-    ranks: Sequence[int],
-    refusal: Exception | None,
-    timeout_s: float,
+    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], refusal: Exception | None, timeout_s: float
 ) -> None:
     """Raise on every member if one of them has a reason not to go on.
 

@@ -360,9 +360,7 @@ class TorchGroup(dist.ProcessGroup):
         return self._starter.start(opts, outputs, calls)
 
     @takes(
-        c10d.ReduceScatterOptions,
-        "output_tensors:list input_tensors:lists opts",
-        "output:tensor input:list op timeout",
+        c10d.ReduceScatterOptions, "output_tensors:list input_tensors:lists opts", "output:tensor input:list op timeout"
     )
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """Reduce a list of tensors over all ranks and give each rank its part."""

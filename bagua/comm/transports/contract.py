@@ -244,12 +244,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
+        self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float, asynchronous: bool
     ) -> Handle:
         """Start ``call``. Calls match across ranks in the order in which they were started.
 

@@ -30,10 +30,7 @@ _registered: dict[str, _Registered] = {"bucket": _Registered(BucketTransport, No
 
 
 def register_transport(
-    name: str,
-    factory: Callable[[Membership], Transport],
-    *,
-    refusal: Callable[[], Exception | None] | None = None,
+    name: str, factory: Callable[[Membership], Transport], *, refusal: Callable[[], Exception | None] | None = None
 ) -> None:
     """Make ``init_process_group(backend=name)`` use a transport from outside of this package.
 

@@ -66,12 +66,7 @@ class C10dHandle(Handle):
     __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "call")
 
     def __init__(
-        self,
-        failures: FailureFinder,
-        works: tuple[Any, ...],
-        finish: Finish | None,
-        timeout_s: float,
-        kept: Any,
+        self, failures: FailureFinder, works: tuple[Any, ...], finish: Finish | None, timeout_s: float, kept: Any
     ) -> None:
         self._failures = failures
         self._works: tuple[Any, ...] | None = works

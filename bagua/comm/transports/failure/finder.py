@@ -9,13 +9,7 @@ from typing import Any
 from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
-from bagua.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    CommunicatorClosedError,
-    PeerLostError,
-    relayed,
-)
+from bagua.errors import CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError, relayed
 
 #: What is known of a rank that refuses connections.
 ENDED = "it ended, or closed its communicator"

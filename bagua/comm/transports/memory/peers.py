@@ -206,12 +206,7 @@ class Peers(ABC):
         return mine
 
     def pass_barrier(
-        self,
-        call: Call,
-        mine: int,
-        deadline: Deadline,
-        spin_s: float = 0.0,
-        suspect: Suspicion | None = None,
+        self, call: Call, mine: int, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None
     ) -> tuple[int, ...]:
         """Return when every rank has come to barrier ``mine``; the ranks that came last, or none if this one did.
 
