@@ -86,25 +86,14 @@ def come_together(store: dist.Store, topic: str, rank: int, ranks: Sequence[int]
             return attempt
 
 
-class _IsWrittenError(Exception):
-    """The outcome of an attempt is known."""
-
-
 def _outcome_of(attempt: int) -> str:
     return f"bagua/{attempt}/outcome"
 
 
 def _meet_in(store: dist.Store, outcome: str, keys: list[str], waiting: _Waiting) -> bytes | str:
     """What is written as the outcome of an attempt, in the end."""
-
-    def look() -> None:
-        if store.check([outcome]):
-            raise _IsWrittenError
-
     try:
-        waiting.for_all(store, keys, look)
-    except _IsWrittenError:
-        return store.get(outcome)
+        waiting.for_all(store, keys, lambda: store.check([outcome]))
     except CollectiveTimeoutError:
         written = store.compare_set(outcome, "", _LEFT)
         if as_bytes(written) == _LEFT.encode():
@@ -164,17 +153,17 @@ class _Waiting:
         self._wait = LongWait()
         self.until = time.monotonic() + timeout_s
 
-    def for_all(self, store: dist.Store, keys: list[str], look: Callable[[], None] | None = None) -> None:
-        """Wait until every member's key is there."""
+    def for_all(self, store: dist.Store, keys: list[str], look: Callable[[], object] | None = None) -> None:
+        """Wait until every member's key is there, or ``look()`` is true."""
 
         def missing() -> list[int]:
             return [self._ranks[member] for member in missing_keys(store, keys)]
 
-        def tell() -> None:
-            if look is not None:
-                look()
+        def tell() -> bool:
+            over = look is not None and bool(look())
             if self._wait.is_over():
                 self._wait.warn(self._rank, missing(), f"to come to {self._topic}")
+            return over
 
         if not wait_for_keys(store, keys, self.until, tell):
             raise self.in_vain(missing())

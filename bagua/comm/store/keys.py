@@ -14,7 +14,7 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def wait_for_keys(
-    store: Store, keys: Sequence[str], deadline: float, meanwhile: Callable[[], None] | None = None
+    store: Store, keys: Sequence[str], deadline: float, meanwhile: Callable[[], object] | None = None
 ) -> bool:
     """Poll until all keys are there, or the deadline has passed.
 
@@ -24,10 +24,10 @@ def wait_for_keys(
         store: key-value store.
         keys: names of the keys.
         deadline: value of ``time.monotonic()`` at which to give up.
-        meanwhile: called whenever a key is missing.
+        meanwhile: called whenever a key is missing; the wait is over if it returns something true.
 
     Returns:
-        Whether all keys are there.
+        Whether the wait was over in time.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -38,8 +38,8 @@ def wait_for_keys(
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return False
-        if meanwhile is not None:
-            meanwhile()
+        if meanwhile is not None and meanwhile():
+            return True
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
     return True
