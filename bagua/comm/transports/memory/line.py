@@ -61,7 +61,7 @@ class Deadline(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """Seconds for a call that must begin, or end, also if it has passed: transports take none for no limit."""
+        """``left_s`` for a call of torch, to which less than a millisecond means no limit."""
         return max(self.left_s, 0.001)
 
 
