@@ -11,29 +11,13 @@ from bagua.errors import ConfigurationError
 
 #: Every variable of ours.
 _OURS = (
-    "BAGUA_ADVICE",
-    "BAGUA_DEBUG",
-    "BAGUA_FLIGHT_DIR",
-    "BAGUA_ISLANDS",
-    "BAGUA_LAUNCHER",
-    "BAGUA_LOG",
-    "BAGUA_SHM_STAGING_BYTES",
-    "BAGUA_TIMEOUT_S",
-    "BAGUA_TOKEN",
-    "BAGUA_TRACE",
+    *("BAGUA_ADVICE", "BAGUA_DEBUG", "BAGUA_FLIGHT_DIR", "BAGUA_ISLANDS", "BAGUA_LAUNCHER", "BAGUA_LOG"),
+    *("BAGUA_SHM_STAGING_BYTES", "BAGUA_TIMEOUT_S", "BAGUA_TOKEN", "BAGUA_TRACE"),
 )
 
-#: What each launcher calls the same thing, in order of precedence.
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-#: Where Lightning looks before ranks are connected: one rank of each host is better than all.
-_RANK_OR_LOCAL_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-_LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_NODE_RANK = ("GROUP_RANK", "NODE_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID")
 
-
-def _integer(names: tuple[str, ...]) -> int | None:
+def _integer(*names: str) -> int | None:
+    """The first number that is set: what each launcher calls the same thing, in order of precedence."""
     for name in names:
         text = os.environ.get(name)
         if text is None or text == "":
@@ -41,73 +25,51 @@ def _integer(names: tuple[str, ...]) -> int | None:
         try:
             return int(text)
         except ValueError:
-            raise ConfigurationError(
-                "an environment variable is not a whole number",
-                argument=name,
-                expected="an integer",
-                seen=repr(text),
-            ) from None
+            raise _unusable(name, "not a whole number", "an integer", text) from None
     return None
+
+
+def _unusable(name: str, problem: str, expected: str, text: str) -> ConfigurationError:
+    problem = f"an environment variable is {problem}"
+    return ConfigurationError(problem, argument=name, expected=expected, seen=repr(text))
 
 
 def get_rank() -> int | None:
     """Rank that the launcher gave to this process, or None without a launcher."""
-    return _integer(_RANK)
+    return _integer("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def get_rank_or_local_rank() -> int | None:
     """Rank that the launcher gave to this process, its rank on this host if only that is known, or None."""
-    return _integer(_RANK_OR_LOCAL_RANK)
+    # Where Lightning looks before ranks are connected: one rank of each host is better than all.
+    return _integer("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def get_world_size() -> int | None:
     """Number of processes that the launcher started, or None without a launcher."""
-    return _integer(_WORLD_SIZE)
+    return _integer("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 def get_local_rank() -> int | None:
     """Rank among the processes of this host as the launcher says, or None."""
-    return _integer(_LOCAL_RANK)
+    return _integer("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def get_local_world_size() -> int | None:
     """Number of processes on this host as the launcher says, or None."""
-    return _integer(_LOCAL_WORLD_SIZE)
+    return _integer("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def get_node_rank() -> int | None:
     """Index of this host as the launcher says, or None."""
-    return _integer(_NODE_RANK)
+    return _integer("GROUP_RANK", "NODE_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID")
 
 
 def launcher_variables() -> dict[str, str]:
     """The rendezvous variables of torchrun that are set, for messages and for the rendezvous."""
-    names = (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    )
+    of_agent = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+    names = ("MASTER_ADDR", "MASTER_PORT", *of_agent)
     return {name: os.environ[name] for name in names if os.environ.get(name)}
-
-
-def _seconds(name: str) -> float | None:
-    text = os.environ.get(name)
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:  # nan is no time either
-        raise ConfigurationError(
-            "an environment variable is not a positive number of seconds",
-            argument=name,
-            expected="seconds > 0",
-            seen=repr(text),
-        )
-    return seconds
 
 
 def gloo_interfaces() -> list[str]:
@@ -122,7 +84,16 @@ def islands() -> str | None:
 
 def timeout_s() -> float | None:
     """``BAGUA_TIMEOUT_S``: default deadline of every collective in seconds, or None."""
-    return _seconds("BAGUA_TIMEOUT_S")
+    text = os.environ.get("BAGUA_TIMEOUT_S")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:  # nan is no time either
+        raise _unusable("BAGUA_TIMEOUT_S", "not a positive number of seconds", "seconds > 0", text)
+    return seconds
 
 
 def token() -> str:
@@ -166,16 +137,12 @@ def trace_dir() -> str | None:
 
 def shm_staging_bytes() -> int:
     """``BAGUA_SHM_STAGING_BYTES``: size of each of the two staging areas of a communicator; 4 MiB if it is not set."""
-    found = _integer(("BAGUA_SHM_STAGING_BYTES",))
+    found = _integer("BAGUA_SHM_STAGING_BYTES")
     if found is None:
         return 4 * 1024 * 1024
     if found < 64 * 1024:
-        raise ConfigurationError(
-            "the staging areas are too small",
-            argument="BAGUA_SHM_STAGING_BYTES",
-            expected="at least 65536",
-            seen=found,
-        )
+        name, problem = "BAGUA_SHM_STAGING_BYTES", "the staging areas are too small"
+        raise ConfigurationError(problem, argument=name, expected="at least 65536", seen=found)
     return found
 
 
