@@ -27,8 +27,7 @@ from typing import Any
 from typing_extensions import Never
 
 from bagua.comm import CallRecord, Place, Recorder
-from bagua.errors import ConfigurationError
-from bagua.observe.folders import folder_of_latest_job, other_jobs, usable_folder, write_whole
+from bagua.observe.folders import folder_of_latest_job, not_readable, other_jobs, usable_folder, write_whole
 
 #: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
 PREFIX = "flight_rank_"
@@ -37,14 +36,8 @@ _VERSION, _BACKEND = "2.10", "gloo"
 #: On which a rank writes its record and goes on.
 SIGNAL = signal.SIGUSR2
 
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "alltoall_v": "all_to_all",
-}
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "alltoall_v": "all_to_all"}
 _MESSAGES = ("send", "recv", "sendrecv")
-_STATES = {"started": "started", "failed": "started", "completed": "completed"}
 _log = logging.getLogger("bagua")
 
 
@@ -134,9 +127,8 @@ class FlightRecord:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if first:
-                write_whole(
-                    self._folder / f"{PREFIX}{rank}", pickle.dumps(self._dump(recorder, records, reason, stacks))
-                )
+                dumped = pickle.dumps(self._dump(recorder, records, reason, stacks))
+                write_whole(self._folder / f"{PREFIX}{rank}", dumped)
             write_whole(self._folder / (f"calls_{rank}.txt" if first else later_name(rank)), text)
         except OSError as error:
             _log.warning("flight record: rank %d cannot write to %s: %s", rank, self._folder, error)
@@ -164,7 +156,7 @@ class FlightRecord:
 
     def _entry(self, record: CallRecord) -> dict[str, Any]:
         call, place = record.call, record.place
-        given, taken = _sizes(record)
+        (given, taken), done = _sizes(record), _state(record) == "completed"
         ended_ns = self._ns(record.ended) if record.ended else None
         return {
             "record_id": record.number,
@@ -182,8 +174,8 @@ class FlightRecord:
             "output_sizes": [taken],
             "input_dtypes": [str(call.dtype)],
             "output_dtypes": [str(call.dtype)],
-            "state": _STATES[_state(record)],
-            "retired": _state(record) == "completed",
+            "state": "completed" if done else "started",
+            "retired": done,
             "timeout_ms": 0,
             "is_p2p": False,
             "frames": [],
@@ -284,13 +276,8 @@ def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
     found = folder_of_latest_job(folder, _FILES).glob(_FILES)
     paths = sorted(path for path in found if path.name.removeprefix(PREFIX).isdigit())
     if not paths:
-        raise ConfigurationError(
-            "there is no flight record here",
-            argument="folder",
-            expected=f"files {PREFIX}0, {PREFIX}1, ...",
-            seen=str(folder),
-            advice="Start the job with BAGUA_FLIGHT_DIR=DIR. Ranks write there when a call fails, or on SIGUSR2.",
-        )
+        advice = "Start the job with BAGUA_FLIGHT_DIR=DIR. Ranks write there when a call fails, or on SIGUSR2."
+        raise not_readable("there is no flight record here", f"files {PREFIX}0, {PREFIX}1, ...", folder, advice)
     records = [_read(path) for path in paths]
     return {int(record["rank"]): record for record in records}
 
@@ -300,12 +287,8 @@ def _read(path: Path) -> Record:
         record: Record = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         record["calls"], record["rank"], record["ranks"]
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigurationError(
-            f"this is no flight record of bagua: {error}",
-            argument="folder",
-            expected="files that bagua has written",
-            seen=str(path),
-        ) from error
+        problem = f"this is no flight record of bagua: {error}"
+        raise not_readable(problem, "files that bagua has written", path) from error
     return record
 
 
@@ -355,7 +338,7 @@ def _groups(records: Mapping[int, Record]) -> dict[_Group, dict[int, dict[int, R
     groups: dict[_Group, dict[int, dict[int, Record]]] = {}
     for rank, record in records.items():
         for call in record["calls"]:
-            if call["kind"] not in ("send", "recv", "sendrecv"):
+            if call["kind"] not in _MESSAGES:
                 of_group = groups.setdefault((call["label"], tuple(call["ranks"])), {})
                 of_group.setdefault(rank, {})[call["sequence"]] = call
     return groups
@@ -386,12 +369,7 @@ def _what(call: Record) -> str:
 def _absences(group: _Group, calls: dict[int, dict[int, Record]], records: Mapping[int, Record]) -> Iterator[str]:
     """The first call to which some ranks have not come, or came when the others had given up."""
     label, members = group
-    open_calls = [
-        sequence
-        for of_rank in calls.values()
-        for sequence, call in of_rank.items()
-        if call["state"] in ("started", "failed")
-    ]
+    open_calls = [number for of_rank in calls.values() for number in of_rank if _stands_in(of_rank, number)]
     if not open_calls:
         return
     sequence = min(open_calls)
@@ -448,7 +426,7 @@ def _messages(records: Mapping[int, Record]) -> Iterator[str]:
     """Messages under way."""
     for rank, record in records.items():
         for call in record["calls"]:
-            if call["kind"] in ("send", "recv", "sendrecv") and call["state"] in ("started", "failed"):
+            if call["kind"] in _MESSAGES and call["state"] in ("started", "failed"):
                 yield f"Rank {rank} was in a message on {call['label']}: {call['text']}."
 
 

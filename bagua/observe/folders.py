@@ -26,20 +26,21 @@ def usable_folder(folder: str, variable: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(
-            f"the folder cannot be made: {error}",
-            argument=variable,
-            expected="a folder that this process may write to",
-            seen=repr(folder),
-        ) from error
+        raise not_writable(f"the folder cannot be made: {error}", variable, folder) from error
     if not os.access(path, os.W_OK):
-        raise ConfigurationError(
-            "this process may not write to the folder",
-            argument=variable,
-            expected="a folder that this process may write to",
-            seen=repr(folder),
-        )
+        raise not_writable("this process may not write to the folder", variable, folder)
     return path
+
+
+def not_writable(problem: str, variable: str, folder: str) -> ConfigurationError:
+    """The error of a folder that was named by ``variable``, and into which nothing can be written."""
+    expected = "a folder that this process may write to"
+    return ConfigurationError(problem, argument=variable, expected=expected, seen=repr(folder))
+
+
+def not_readable(problem: str, expected: str, path: str | os.PathLike[str], advice: str = "") -> ConfigurationError:
+    """The error of a folder without the files that are expected there, or with others."""
+    return ConfigurationError(problem, argument="folder", expected=expected, seen=str(path), advice=advice)
 
 
 def write_whole(path: Path, content: bytes) -> None:

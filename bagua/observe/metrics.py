@@ -47,7 +47,7 @@ def metrics() -> dict[str, float]:
     times, watch = recorder.times(), watch_of(recorder)
     moving = times.exposed_s + times.hidden_s
     reading = Reading.of(recorder)
-    lately = reading.since(Reading(recorder.began, {}, 0.0)) if watch is None else watch.window.until(reading)
+    lately = reading.since(Reading(recorder.began, {}, 0.0) if watch is None else watch.readings[0])
     found = {
         "comm/calls": float(times.calls),
         "comm/bytes_sent": float(recorder.sent_bytes()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,8 +18,6 @@ _CLEAR_SHARE = 1 / 3
 _CLEAR_DEVIATIONS = 3.0
 #: Where no rank sees who comes when: so much of the differences between ranks lies between it and the next one.
 _CLEAR_GAP = 0.5
-#: Readings that a window holds.
-_LENGTH = 16
 
 
 class Reading(NamedTuple):
@@ -48,25 +45,6 @@ class Reading(NamedTuple):
         waits = {rank: seconds - before.waits.get(rank, 0.0) for rank, seconds in self.waits.items()}
         lasts = {rank: times - before.lasts.get(rank, 0.0) for rank, times in self.lasts.items()}
         return Reading(self.at - before.at, waits, self.collectives_s - before.collectives_s, lasts)
-
-
-class Window:
-    """The last readings of one rank.
-
-    Args:
-        first: the reading to begin with.
-    """
-
-    def __init__(self, first: Reading) -> None:
-        self._readings = deque([first], maxlen=_LENGTH)
-
-    def add(self, reading: Reading) -> None:
-        """A new reading; the oldest one is forgotten."""
-        self._readings.append(reading)
-
-    def until(self, now: Reading) -> Reading:
-        """What has come since the oldest reading."""
-        return now.since(self._readings[0])
 
 
 def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:

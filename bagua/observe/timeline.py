@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.comm import LATE_SHARE
-from bagua.errors import ConfigurationError
-from bagua.observe.folders import folder_of_latest_job
+from bagua.observe.folders import folder_of_latest_job, not_readable
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.observe.trace import TRACE_PREFIX
 
@@ -47,27 +46,18 @@ def read_traces(folder: str | os.PathLike[str]) -> dict[int, list[Line]]:
     """
     paths = sorted(folder_of_latest_job(folder, _FILES).glob(_FILES))
     if not paths:
-        raise ConfigurationError(
-            "there is no trace here",
-            argument="folder",
-            expected=f"files {TRACE_PREFIX}0.jsonl, {TRACE_PREFIX}1.jsonl, ...",
-            seen=str(folder),
-            advice="Start the job with BAGUA_TRACE=DIR.",
-        )
+        expected = f"files {TRACE_PREFIX}0.jsonl, {TRACE_PREFIX}1.jsonl, ..."
+        raise not_readable("there is no trace here", expected, folder, "Start the job with BAGUA_TRACE=DIR.")
     traces = {}
     for path in paths:
         lines = list(_lines(path))
         if not lines and not path.stat().st_size:  # The disk was full.
             continue
         if not lines or "rank" not in lines[0]:
-            raise ConfigurationError(
-                "this is no trace of bagua", argument="folder", expected="what BAGUA_TRACE wrote", seen=str(path)
-            )
+            raise not_readable("this is no trace of bagua", "what BAGUA_TRACE wrote", path)
         traces[int(lines[0]["rank"])] = lines
     if not traces:
-        raise ConfigurationError(
-            "all traces are empty", argument="folder", expected="what BAGUA_TRACE wrote", seen=str(folder)
-        )
+        raise not_readable("all traces are empty", "what BAGUA_TRACE wrote", folder)
     return traces
 
 

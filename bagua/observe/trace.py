@@ -13,8 +13,7 @@ from collections import deque
 from typing import Any
 
 from bagua.comm import CallRecord, Place, Recorder
-from bagua.errors import ConfigurationError
-from bagua.observe.folders import NO_LINK, usable_folder, write_whole
+from bagua.observe.folders import NO_LINK, not_writable, usable_folder, write_whole
 
 TRACE_PREFIX = "trace_rank_"
 #: Lines of one rank, at most: about 50 MB.
@@ -52,12 +51,7 @@ class TraceFile:
         try:
             write_whole(self._path, f"{json.dumps(first)}\n".encode())
         except OSError as error:  # The disk is full, or the file is somebody else's.
-            raise ConfigurationError(
-                f"the trace cannot be written: {error}",
-                argument="BAGUA_TRACE",
-                expected="a folder that this process may write to",
-                seen=repr(folder),
-            ) from error
+            raise not_writable(f"the trace cannot be written: {error}", "BAGUA_TRACE", folder) from error
 
     def call(self, record: CallRecord) -> None:
         """See ``TraceSink``."""

@@ -7,18 +7,21 @@ import os
 import socket
 import time
 import weakref
+from collections import deque
 from typing import Any
 
 from bagua import env
 from bagua.comm import Beats, Place, Recorder, observers
 from bagua.observe.flight import FlightRecord
-from bagua.observe.straggler import Reading, Window
+from bagua.observe.straggler import Reading
 from bagua.observe.trace import TraceFile
 
 #: Seconds between two beats, and after how many a rank counts as silent.
 BEAT_S, SILENT_S = 1.0, 10.0
 #: Up to so many ranks read what all others say.
 MOST_READERS = 32
+#: Readings from the oldest to the latest that count as lately.
+_READINGS = 16
 
 
 class RankWatch:
@@ -31,7 +34,7 @@ class RankWatch:
 
     Attributes:
         others: the last beats of the other ranks that were read.
-        window: time that this rank has waited lately.
+        readings: what this rank had waited up to moments, lately, oldest first.
     """
 
     def __init__(self, recorder: Recorder, place: Place, beats: Beats) -> None:
@@ -42,7 +45,7 @@ class RankWatch:
         self._began = recorder.clock()
         self._process = os.getpid()
         self.others: dict[int, dict[str, Any]] = {}
-        self.window = Window(Reading.of(recorder))
+        self.readings = deque([Reading.of(recorder)], maxlen=_READINGS)
         #: When each other rank gave its last sign of life, and how long this one paused between its last two.
         self._heard: dict[int, float] = {}
         self._pause_s = BEAT_S
@@ -63,8 +66,8 @@ class RankWatch:
         now = Reading.of(recorder)
         self._pause_s = now.at - recorder.beat_at + BEAT_S
         recorder.beat_at = now.at + BEAT_S
-        recent = self.window.until(now)
-        self.window.add(now)
+        recent = now.since(self.readings[0])
+        self.readings.append(now)
         self._beats.post(self._said(recorder, recent), self._read)
 
     def _read(self) -> None:
