@@ -24,7 +24,7 @@ from typing import Any
 
 from bagua import __version__, env
 from bagua.cli.interrupts import handled
-from bagua.errors import how_it_ended
+from bagua.errors import ConfigurationError, how_it_ended
 
 USAGE = """\
 baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
@@ -119,21 +119,16 @@ def _serve_islands(given: list[str]) -> int:
     ended = threading.Event()
     # Before the address is known: who reads it may end this process.
     with handled(lambda *_: ended.set(), signal.SIGINT, signal.SIGTERM):
-        return _keep_store(host.strip("[]"), int(port), ended)
+        from bagua.comm import serve_store_at
 
-
-def _keep_store(host: str, port: int, ended: threading.Event) -> int:
-    from bagua.comm import serve_store_at
-    from bagua.errors import ConfigurationError
-
-    try:
-        store, where = serve_store_at(host, port)
-    except ConfigurationError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"Islands meet at {where}.", flush=True)
-    ended.wait()
-    del store
+        try:
+            store, where = serve_store_at(host.strip("[]"), int(port))
+        except ConfigurationError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(f"Islands meet at {where}.", flush=True)
+        ended.wait()
+        del store
     return 0
 
 

@@ -91,11 +91,8 @@ def _available_gib() -> str:
 
 def describe_transports() -> list[str]:
     """One line for each transport: available, or why not."""
-    lines = []
-    for backend in BACKENDS:
-        reason = backend_refusal(backend)
-        lines.append(f"{backend:<5} {'available' if reason is None else f'not available: {reason}'}")
-    return lines
+    reasons = {backend: backend_refusal(backend) for backend in BACKENDS}
+    return [f"{name:<5} {'available' if why is None else f'not available: {why}'}" for name, why in reasons.items()]
 
 
 def describe_timings(timings: Sequence[Timing], ranks: int) -> list[str]:

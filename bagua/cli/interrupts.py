@@ -44,12 +44,6 @@ def held_back(*numbers: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def undisturbed(close: Callable[[], object]) -> None:
-    """Call ``close``, and let another Ctrl-C wait until it is done."""
-    with held_back(signal.SIGINT, signal.SIGTERM):
-        close()
-
-
 def end(processes: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
     """Terminate ``processes``, and kill those that still run after ``limit_s`` seconds."""
     for process in processes:

@@ -60,12 +60,6 @@ class Rank:
             return serve_store(self.first_address, self.port)[0]
         return connect_store(self.port, timeout_s, self.first_address)
 
-    def move_in(self) -> None:
-        """Move this process to its host."""
-        if self.host is not None:
-            enter(self.host.namespace)
-            env.overlay({"GLOO_SOCKET_IFNAME": INTERFACE})
-
 
 class RanksFailedError(RuntimeError):
     """At least one started process did not return.
@@ -156,6 +150,7 @@ def _take_part(function: Callable[..., Any], world_size: int, hosts: Sequence[Ho
     if hosts:
         on_each = world_size // len(hosts)
         host = hosts[here.rank // on_each]
+        enter(host.namespace)
+        env.overlay({"GLOO_SOCKET_IFNAME": INTERFACE})
         rank = Rank(here.rank, world_size, PORT_ON_HOST, here.report, on_each, host, hosts[0].address)
-    rank.move_in()
     return function(rank, *arguments)

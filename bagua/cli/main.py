@@ -7,24 +7,20 @@ from collections.abc import Sequence
 
 from bagua import __version__
 
-#: Of each command, where its function ``main`` is, and what it does.
+#: What each command does. Its function ``main`` is in the module of its name.
 _COMMANDS = {
-    "advise": (
-        "bagua.cli.advise",
-        "predict which algorithm is the fastest for a script, on a network of any speed",
-    ),
-    "demo": ("bagua.cli.demo", "train a small language model on this machine, on a few processes"),
-    "doctor": ("bagua.cli.doctor", "say what this machine offers, how fast it is, and what to set"),
-    "explain": (
-        "bagua.cli.explain",
-        "say what the flight records of a job tell: who did something else, who did not come",
-    ),
-    "islands": ("bagua.cli.islands", "delete what islands have left in a bucket"),
-    "lab": ("bagua.cli.lab.command", "run a script on hosts with slow links, all of them on this machine"),
-    "timeline": ("bagua.cli.timeline", "put the traces of all ranks of a job together, for Perfetto"),
-    "top": ("bagua.cli.top", "show the ranks of a running job"),
-    "watch": ("bagua.cli.watch", "say how much of a step of any torch job waits for the network"),
+    "advise": "predict which algorithm is the fastest for a script, on a network of any speed",
+    "demo": "train a small language model on this machine, on a few processes",
+    "doctor": "say what this machine offers, how fast it is, and what to set",
+    "explain": "say what the flight records of a job tell: who did something else, who did not come",
+    "islands": "delete what islands have left in a bucket",
+    "lab": "run a script on hosts with slow links, all of them on this machine",
+    "timeline": "put the traces of all ranks of a job together, for Perfetto",
+    "top": "show the ranks of a running job",
+    "watch": "say how much of a step of any torch job waits for the network",
 }
+#: Those that are a package.
+_PACKAGES = {"lab": "lab.command"}
 _EPILOG = """\
 commands:
 {}
@@ -46,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bagua",
         description="Train PyTorch models on many processes while communicating less.",
-        epilog=_EPILOG.format("\n".join(f"  {name:<11} {does}" for name, (_, does) in _COMMANDS.items())),
+        epilog=_EPILOG.format("\n".join(f"  {name:<11} {does}" for name, does in _COMMANDS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
@@ -59,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(given)
 
     # These import torch, which takes seconds and --help does not need.
-    status: int = importlib.import_module(_COMMANDS[parsed.command][0]).main(parsed.arguments)
+    module = f"bagua.cli.{_PACKAGES.get(parsed.command, parsed.command)}"
+    status: int = importlib.import_module(module).main(parsed.arguments)
     return status
 
 

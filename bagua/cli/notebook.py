@@ -112,9 +112,7 @@ class _Cell(io.TextIOBase):
 
 def _run_copy(job: bytes, ranks: int) -> bytes:
     """What each process does."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Jupyter interrupts all processes. The notebook's own ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts all. The notebook's own process ends the others.
     here = this_rank.get()
     assert here.report is not None
     sys.stderr = _Cell("stderr", here.report)

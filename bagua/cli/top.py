@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,23 +125,18 @@ def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
                 return
             time.sleep(interval_s)
 
-    if once or not sys.stdout.isatty():
-        for rows in looks():
-            print(plain_table(rows), flush=True)
-    elif importlib.util.find_spec("rich") is None:
+    stays = not once and sys.stdout.isatty()
+    if stays and importlib.util.find_spec("rich") is not None:
+        from rich.live import Live
+
+        with Live() as live:
+            for rows in looks():
+                live.update(rich_table(rows), refresh=True)
+        return
+    if stays:
         print(f"({install_command('cli')} keeps the table in one place)")
-        for rows in looks():
-            print(plain_table(rows), flush=True)
-    else:
-        _show_live(looks)
-
-
-def _show_live(looks: Callable[[], Iterator[list[tuple[str, ...]]]]) -> None:
-    from rich.live import Live
-
-    with Live() as live:
-        for rows in looks():
-            live.update(rich_table(rows), refresh=True)
+    for rows in looks():
+        print(plain_table(rows), flush=True)
 
 
 class Seen:

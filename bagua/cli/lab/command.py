@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import subprocess
 import sys
@@ -13,16 +14,8 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import link, positive
-from bagua.cli.interrupts import end, signals_deferred, terminated_like_interrupted, undisturbed
-from bagua.cli.lab.network import (
-    INTERFACE,
-    Host,
-    LabUnavailableError,
-    Network,
-    inside,
-    open_network,
-    sent_bytes,
-)
+from bagua.cli.interrupts import end, held_back, signals_deferred, terminated_like_interrupted
+from bagua.cli.lab.network import INTERFACE, Host, LabUnavailableError, Network, inside, open_network, sent_bytes
 from bagua.cli.lab.switch import SwitchReport
 from bagua.link import LinkSettings, hosts_in_words
 
@@ -81,10 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports: list[SwitchReport] = []
     started = time.monotonic()
     try:
-        with (
-            terminated_like_interrupted(),
-            open_network(options.hosts, options.link, reports.append) as network,
-        ):
+        with terminated_like_interrupted(), open_network(options.hosts, options.link, reports.append) as network:
             status = Ranks(network, options.ranks_per_host, command).run()
             sent = [_sent_by(host) for host in network.hosts]
     except LabUnavailableError as error:
@@ -126,9 +116,8 @@ def summary(
         "sent, headers included: " + ", ".join(f"host {n} {count / 1e6:.2f} MB" for n, count in enumerate(sent)),
     ]
     for report in reports:
-        lines.append(
-            f"packets: {report.frames} carried, {report.lost} lost, {report.overflowed} dropped by full queues"
-        )
+        dropped = f"{report.lost} lost, {report.overflowed} dropped by full queues"
+        lines += [f"packets: {report.frames} carried, {dropped}"]
         lines += [f"warning: {report.warning}"] if report.warning else []
     return "\n".join([*lines, f"warning: {shortcoming}"] if shortcoming else lines)
 
@@ -159,7 +148,8 @@ class Ranks:
                     self._start(host, local_rank, port)
             return self._wait()
         finally:
-            undisturbed(self._stop)
+            with held_back(signal.SIGINT, signal.SIGTERM):  # Another Ctrl-C waits until all have ended.
+                self._stop()
 
     def _start(self, host: Host, local_rank: int, port: int) -> None:
         rank = host.number * self._per_host + local_rank
