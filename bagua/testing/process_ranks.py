@@ -84,14 +84,18 @@ class ProcessRanks(RankPool):
         deadline = time.monotonic() + deadline_s
         job_bytes = _pickled(job)
         store, port = serve_store()
-        run = _ProcessRun(self)
+        ranks: list[_Rank] = []
         try:
-            for rank in range(job.size):
-                place = worker.RankAddress(rank, port, self._environment, self._modules, self.strict)
-                run.ranks.append(self._start(place, job_bytes))
-            return run.outcomes(deadline)
+            for number in range(job.size):
+                place = worker.RankAddress(number, port, self._environment, self._modules, self.strict)
+                ranks.append(self._start(place, job_bytes))
+            self._listen(ranks, deadline, lambda rank: rank.outcome is None)
+            for rank in ranks:
+                rank.say(worker.END)
+            self._listen(ranks, time.monotonic() + _FAREWELL_S, lambda rank: rank.finishing)
+            return [rank.outcome for rank in ranks if rank.outcome is not None]
         finally:
-            run.end()
+            _end(ranks)
             del store  # The ranks needed it until now.
 
     def _start(self, place: worker.RankAddress, job_bytes: bytes) -> _Rank:
@@ -104,6 +108,21 @@ class ProcessRanks(RankPool):
         rank = _Rank(place.rank, process, here, self.take_report)
         rank.say(job_bytes)
         return rank
+
+    def _listen(self, ranks: Sequence[_Rank], deadline: float, awaited: Callable[[_Rank], bool]) -> None:
+        """Hear all ranks until none is awaited any more; give up those that still are at the deadline."""
+        while waiting := [rank for rank in ranks if awaited(rank)]:
+            left_s = deadline - time.monotonic()
+            ready = wait([rank.messages for rank in waiting], min(max(0.0, left_s), _LOOK_S))
+            for rank in waiting:
+                if rank.messages in ready:
+                    rank.hear()
+                    if rank.outcome is not None and rank.outcome.error is not None:
+                        deadline = min(deadline, time.monotonic() + self.grace_s)
+            if not ready and left_s <= _LOOK_S:
+                for rank in waiting:
+                    rank.give_up()
+                return
 
 
 class _Rank:
@@ -165,44 +184,15 @@ class _Rank:
             self.outcome = Outcome(self.rank, error=hangs)
 
 
-class _ProcessRun:
-    """One job and its processes."""
-
-    def __init__(self, pool: ProcessRanks) -> None:
-        self.ranks: list[_Rank] = []
-        self._grace_s = pool.grace_s
-
-    def outcomes(self, deadline: float) -> list[Outcome]:
-        self._listen(deadline, lambda rank: rank.outcome is None)
-        for rank in self.ranks:
-            rank.say(worker.END)
-        self._listen(time.monotonic() + _FAREWELL_S, lambda rank: rank.finishing)
-        return [rank.outcome for rank in self.ranks if rank.outcome is not None]
-
-    def _listen(self, deadline: float, awaited: Callable[[_Rank], bool]) -> None:
-        """Hear all ranks until none is awaited any more; give up those that still are at the deadline."""
-        while waiting := [rank for rank in self.ranks if awaited(rank)]:
-            left_s = deadline - time.monotonic()
-            ready = wait([rank.messages for rank in waiting], min(max(0.0, left_s), _LOOK_S))
-            for rank in waiting:
-                if rank.messages in ready:
-                    rank.hear()
-                    if rank.outcome is not None and rank.outcome.error is not None:
-                        deadline = min(deadline, time.monotonic() + self._grace_s)
-            if not ready and left_s <= _LOOK_S:
-                for rank in waiting:
-                    rank.give_up()
-                return
-
-    def end(self) -> None:
-        """Leave no process, whatever has happened. A stopped one is killed as well."""
-        for rank in self.ranks:
-            if not rank.ended:
-                rank.process.kill()
-        for rank in self.ranks:
-            rank.process.join(_FAREWELL_S)
-            rank.process.close()
-            rank.messages.close()
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Leave no process, whatever has happened. A stopped one is killed as well."""
+    for rank in ranks:
+        if not rank.ended:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.join(_FAREWELL_S)
+        rank.process.close()
+        rank.messages.close()
 
 
 def _pickled(job: Job) -> bytes:

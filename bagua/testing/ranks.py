@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 import bagua.comm
 from bagua.comm import Store
-from bagua.errors import (
-    CommunicationError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-)
+from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, PeerLostError
 
 
 class RankDiedError(RuntimeError):
@@ -206,23 +201,18 @@ class RankPool(ABC):
         """Run ``job`` and leave nothing behind."""
 
 
-def _likelihood(outcome: Outcome) -> int:
-    """How far this error is from the cause: errors of survivors say little, a death much."""
-    error = outcome.error
-    if isinstance(error, CommunicatorClosedError):
-        return 5
-    if isinstance(error, PeerLostError):
-        return 4
-    if isinstance(error, CommunicationError):
-        return 3
-    if isinstance(error, RankHangsError):
-        return 2
-    return 1 if isinstance(error, RankDiedError) else 0
+#: Kinds of errors, the farther from the cause the later: errors of survivors say little, a death much.
+_KINDS = (RankDiedError, RankHangsError, CommunicationError, PeerLostError, CommunicatorClosedError)
+
+
+def _distance(outcome: Outcome) -> int:
+    """How far this error is from the cause."""
+    return max((place for place, kind in enumerate(_KINDS, 1) if isinstance(outcome.error, kind)), default=0)
 
 
 def _with_account(failed: list[Outcome]) -> BaseException:
     """The error nearest to the cause; how all ranks ended is noted on it."""
-    ordered = sorted(failed, key=_likelihood)
+    ordered = sorted(failed, key=_distance)
     error = ordered[0].error
     assert error is not None
     lines = [f"rank {ordered[0].rank} failed:\n{ordered[0].trace}"]

@@ -12,16 +12,7 @@ from contextvars import Context
 
 import bagua.comm
 from bagua.comm import FaultHook, RankKilled, become_rank, inject_fault, thread_store
-from bagua.testing.ranks import (
-    Job,
-    Outcome,
-    RankDiedError,
-    RankHangsError,
-    RankPool,
-    ThisRank,
-    leave,
-    this_rank,
-)
+from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, RankPool, ThisRank, leave, this_rank
 
 #: How long the ranks of a run that failed may take to end.
 _FAREWELL_S = 5.0

@@ -177,10 +177,8 @@ def _check_tensor(argument: str, value: object) -> None:
 
 
 def _as_op(reduce_op: Any) -> ReduceOp.RedOpType:
-    if reduce_op is None:
-        return ReduceOp.SUM
     if not isinstance(reduce_op, str):
-        op: ReduceOp.RedOpType = reduce_op
+        op: ReduceOp.RedOpType = ReduceOp.SUM if reduce_op is None else reduce_op
         return op
     named = _NAMED_OPS.get(reduce_op.lower())
     if named is None:
@@ -214,7 +212,8 @@ class AllGatherGrad(torch.autograd.Function):
         """Gather and stack."""
         _check_tensor("tensor", tensor)
         ctx.communicator = as_communicator(group) if group is not None or available() else None
-        return _stacked_if_alike(tensor, ctx.communicator)
+        alone = ctx.communicator is None
+        return tensor.detach().unsqueeze(0).clone() if alone else _stacked_if_alike(tensor, ctx.communicator)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -227,17 +226,13 @@ class AllGatherGrad(torch.autograd.Function):
         return own, None
 
 
-def _stacked(tensor: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
-    if communicator is None:
-        return tensor.detach().unsqueeze(0).clone()
+def _stacked(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     gathered = tensor.new_empty((communicator.size, *tensor.shape))
     communicator.allgather(gathered, tensor.detach().contiguous())
     return gathered
 
 
-def _stacked_if_alike(tensor: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
-    if communicator is None:
-        return _stacked(tensor, None)
+def _stacked_if_alike(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     # Some backends kill the process when sizes differ, so ranks compare them first.
     kind = _kind(tensor)
     fingerprints = torch.empty(communicator.size, dtype=torch.int64, device=tensor.device)

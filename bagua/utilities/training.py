@@ -97,11 +97,7 @@ def _number(name: str, value: object) -> float:
         return float(value.item())
     if isinstance(value, int | float):
         return float(value)
-    seen = (
-        f"{type(value).__name__} of {value.numel()} elements"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-    )
+    seen = type(value).__name__ + (f" of {value.numel()} elements" if isinstance(value, torch.Tensor) else "")
     raise ConfigurationError(
         "a metric is a number", argument=name or "metrics", expected="a float, or a tensor of one element", seen=seen
     )
