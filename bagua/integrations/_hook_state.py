@@ -180,7 +180,10 @@ class HookState(ABC):
 
     Attributes:
         step: backward passes whose gradients were exchanged.
+        name: what sums the gradients, with all options: saved states belong to it.
     """
+
+    name: str
 
     def __init__(self, process_group: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
         self.step = 0
@@ -197,11 +200,6 @@ class HookState(ABC):
         #: The group on which ranks have compared what they go on from.
         self._compared: ProcessGroup | None = None
         self._loads_to_compare, self._meetings = False, 0
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What sums the gradients, with all options: saved states belong to it."""
 
     @abstractmethod
     def sum_at(self, step: int) -> Sum:

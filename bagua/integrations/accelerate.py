@@ -80,7 +80,13 @@ def use_comm_hook(
         CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None)))
     """
     check_takes_hooks(accelerator, "use_comm_hook")
-    _warn_if_late(accelerator)
+    models = len(accelerator._models)  # noqa: SLF001 - there is no other way to ask
+    if models and not isinstance(accelerator.ddp_handler, CommHookKwargs):
+        warnings.warn(
+            f"use_comm_hook: models were prepared already ({models}); these exchange gradients in full. Call it "
+            "before accelerator.prepare",
+            stacklevel=2,
+        )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     options = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
     # Set afterwards: Accelerator() finds its handlers by their exact class.
@@ -262,13 +268,3 @@ def _warn_if_unused(accelerator: Any, handler: CommHookKwargs) -> None:
         backward(*arguments, **keywords)
 
     accelerator.backward = first
-
-
-def _warn_if_late(accelerator: Any) -> None:
-    models = len(accelerator._models)  # noqa: SLF001 - there is no other way to ask
-    if models and not isinstance(accelerator.ddp_handler, CommHookKwargs):
-        warnings.warn(
-            f"use_comm_hook: models were prepared already ({models}); these exchange gradients in full. Call it "
-            "before accelerator.prepare",
-            stacklevel=3,
-        )

@@ -83,14 +83,9 @@ class ReducerState(HookState):
         check_whole(0, warmup_steps=warmup_steps)
         super().__init__(process_group, grad_scaler)
         kind = Mean if average else Sum
-        self.reducer = reducer
+        self.reducer, self.name = reducer, repr(reducer)
         self._exact, self._reduced = kind(None, hierarchical), kind(reducer, hierarchical)
         self._warmup_steps = warmup_steps
-
-    @property
-    def name(self) -> str:
-        """The reducer."""
-        return repr(self.reducer)
 
     def sum_at(self, step: int) -> Sum:
         """Exactly in the warm-up."""
@@ -184,13 +179,9 @@ class AlgorithmState(HookState):
     ) -> None:
         super().__init__(process_group, grad_scaler)
         self.algorithm = as_algorithm(algorithm)
+        self.name = repr(self.algorithm)
         self._nothing_known = Model({})
         self._sums = {phase: _sum_of(self.algorithm, phase) for phase in self.algorithm.phases}
-
-    @property
-    def name(self) -> str:
-        """The algorithm."""
-        return repr(self.algorithm)
 
     def sum_at(self, step: int) -> Sum:
         """As in the phase of the step."""

@@ -351,10 +351,8 @@ class ShardExchange(EngineAccess):
 
     def _reshard(self) -> None:
         """FSDP gathers weights anew where it still holds what they were."""
-        for part in self.module.modules():
-            reshard = getattr(part, "reshard", None)
-            if hasattr(part, "set_all_reduce_hook") and reshard is not None:
-                reshard()
+        for part in sharded_parts(self.module).values():
+            part.reshard()
 
     def _before_load(self, *_: Any) -> None:
         self._bagua_engine.reducer.weights_will_be_loaded()

@@ -189,30 +189,6 @@ class BaguaStrategy(DDPStrategy):
                 f"{', '.join(self._engine_options)}, and those of DDPStrategy that are not for torch's DDP"
             )
 
-    def _connect(self) -> None:
-        """Connect all ranks, when torch's are."""
-        if not is_initialized():
-            init_process_group(backend=self._bagua_backend, timeout=self._bagua_timeout)
-            self._connected = True
-        elif not self._connected and self._bagua_backend not in {None, get_default_group().backend}:
-            raise ConfigurationError(
-                "ranks are connected already, in another way",
-                argument="backend",
-                expected=get_default_group().backend,
-                seen=self._bagua_backend,
-                advice="Leave it out, or call bagua.comm.destroy_process_group() first.",
-            )
-
-    def _wrapped(self, module: torch.nn.Module, optimizers: list[Any]) -> DistributedDataParallel:
-        self._check_optimizers(optimizers)
-        return DistributedDataParallel(
-            module,
-            optimizers=optimizers,
-            algorithm=self._algorithm,
-            grad_scaler=getattr(self.precision_plugin, "scaler", None),
-            **self._engine_options,
-        )
-
     def _check_optimizers(self, optimizers: list[Any]) -> None:
         after_steps = any("stepped" in (one.at, one.until) for one in self._algorithm.every_exchange())
         needs_one = after_steps or self._algorithm.optimizer_class is not None
@@ -230,7 +206,17 @@ class BaguaStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Connect all ranks, with torch's group first, which some parts of Lightning use."""
         super().setup_distributed()
-        self._connect()
+        if not is_initialized():
+            init_process_group(backend=self._bagua_backend, timeout=self._bagua_timeout)
+            self._connected = True
+        elif not self._connected and self._bagua_backend not in {None, get_default_group().backend}:
+            raise ConfigurationError(
+                "ranks are connected already, in another way",
+                argument="backend",
+                expected=get_default_group().backend,
+                seen=self._bagua_backend,
+                advice="Leave it out, or call bagua.comm.destroy_process_group() first.",
+            )
 
     def configure_ddp(self) -> None:
         """Nothing yet: the engine needs the optimizers, which Lightning makes after this."""
@@ -244,7 +230,10 @@ class BaguaStrategy(DDPStrategy):
         resumed, self._resumed = self._resumed, None
         if str(trainer.state.fn.value) != "fit":
             return
-        self.model = self._wrapped(self.lightning_module, self.optimizers)
+        self._check_optimizers(self.optimizers)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        how = {"algorithm": self._algorithm, "grad_scaler": scaler, **self._engine_options}
+        self.model = DistributedDataParallel(self.lightning_module, optimizers=self.optimizers, **how)
         if resumed is not None:
             self._go_on_from(resumed)
 

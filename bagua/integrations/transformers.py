@@ -29,7 +29,6 @@ from bagua.integrations._hook_state import HookState
 from bagua.integrations._pauses import go_on, pause
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
-from bagua.parallel import BaguaModule
 from bagua.utilities import register_ddp_comm_hook
 
 __all__ = ["attach", "use_bagua", "use_comm_hook"]
@@ -208,16 +207,11 @@ class _Hook(_Exchange):
         self._hooked: torch.nn.Module | None = None
         self._model: torch.nn.Module | None = None
 
-    def saved(self, args: Any) -> dict[str, Any]:
-        """What this rank saved in the checkpoint that training goes on from."""
-        folder, self.resumed = self.resumed, None
-        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
-        return found[0] if found else {}
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Register the hook, and go on from a checkpoint."""
         wrapped = next((part for part in self.trainer.model_wrapped.modules() if isinstance(part, DDP)), None)
-        saved = self.saved(args)
+        folder, self.resumed = self.resumed, None
+        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
         if wrapped is None:
             return  # one process, which was warned of
         if wrapped is not self._hooked:
@@ -226,8 +220,8 @@ class _Hook(_Exchange):
             self._model = self.trainer.model
             register_ddp_comm_hook(wrapped, self._state, self._hook, self._wrapper)
             self._hooked = wrapped
-        if isinstance(self._state, HookState) and "remembered" in saved:
-            self._state.load_state_dict(saved["remembered"], self.trainer.model)
+        if isinstance(self._state, HookState) and found and "remembered" in found[0]:
+            self._state.load_state_dict(found[0]["remembered"], self.trainer.model)
 
     def collect(self) -> dict[str, Any] | None:
         """The state of the hook, if it is one of ours."""
@@ -246,50 +240,41 @@ class _Engine(_Exchange):
         self._wrapped: torch.nn.Module | None = None
         self._paused = False
 
-    @property
-    def _model(self) -> BaguaModule:
-        model: BaguaModule = self.trainer.model
-        return model
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self.trainer.optimizer
-        return getattr(optimizer, "optimizer", optimizer)  # Accelerate puts its own around it.
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wrap the model: the Trainer has loaded it and its optimizer from the checkpoint, and prepared both."""
-        scaler = getattr(self.trainer.accelerator, "scaler", None)
-        if self._wrapped is self.trainer.model:  # An attempt that ended with an error, as for lack of memory, left it.
-            self._model.bagua_close()
-        self._wrapped = self.trainer.model
-        wrap(self.trainer.model, [self._optimizer], self._algorithm, scaler, self._options)
+        scaler, model = getattr(self.trainer.accelerator, "scaler", None), self.trainer.model
+        optimizer = getattr(
+            self.trainer.optimizer, "optimizer", self.trainer.optimizer
+        )  # Accelerate puts its own around.
+        if self._wrapped is model:  # An attempt that ended with an error, as for lack of memory, left it.
+            model.bagua_close()
+        self._wrapped = model
+        wrap(model, [optimizer], self._algorithm, scaler, self._options)
         self._paused = False
         folder, self.resumed = self.resumed, None
         if folder is not None:
-            found = read_on_all_ranks(self._model, folder, args.process_index, args.world_size)
-            restore(self._model, found[0] if found else {})
+            found = read_on_all_ranks(model, folder, args.process_index, args.world_size)
+            restore(model, found[0] if found else {})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Averaging in the background goes on."""
         if self._paused:
-            go_on(self._model)
+            go_on(self.trainer.model)
         self._paused = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Before anything looks at the weights on some ranks only, all end what they owe each other."""
         if control.should_save or control.should_evaluate or control.should_training_stop:
-            pause(self._model)
+            pause(self.trainer.model)
             self._paused = True
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As at the end of a step."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Take the engine off the model, which stays, with equal weights on all ranks."""
-        self._model.bagua_finish()
-        self._model.bagua_close()
+        self.trainer.model.bagua_finish()
+        self.trainer.model.bagua_close()
 
     def collect(self) -> dict[str, Any]:
         """What the algorithm remembers; with weights and optimizer where ranks differ."""
-        return collect(self._model)
+        return collect(self.trainer.model)
