@@ -41,13 +41,9 @@ class Epoch(NamedTuple):
         """Members that have the state when it begins; each of them can give it."""
         return tuple(seat for seat in self.members if seat not in self.newcomers)
 
-    def to_json(self) -> dict[str, Any]:
-        """As the store keeps it."""
-        return self._asdict()
-
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Epoch:
-        """From what the store keeps."""
+        """From what the store keeps, which is its dictionary."""
         return cls(found["number"], tuple(found["members"]), found["base"], tuple(found["newcomers"]), found["why"])
 
 

@@ -99,7 +99,8 @@ class Island:
                 return value
             if name == _RAISE:
                 self._meet()
-                raise _raised(value)
+                kinds = {kind.__name__: kind for kind in _ENDS}
+                raise kinds[value.pop("kind")](**value)
             self._carry_out(name, value)
 
     # On all.
@@ -209,8 +210,3 @@ _TOLD = ("problem", "advice", "peers", "expected", "seen", "elapsed_s", "timeout
 
 def _described(error: CommunicationError) -> dict[str, object]:
     return {"kind": type(error).__name__, **{name: getattr(error, name) for name in _TOLD}}
-
-
-def _raised(told: Mapping[str, Any]) -> CommunicationError:
-    kinds = {kind.__name__: kind for kind in _ENDS}
-    return kinds[told["kind"]](told["problem"], **{name: told[name] for name in _TOLD[1:]})

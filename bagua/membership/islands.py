@@ -34,13 +34,7 @@ from bagua.comm import (
     is_initialized,
     open_store,
 )
-from bagua.errors import (
-    BaguaError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-    StoreLostError,
-)
+from bagua.errors import BaguaError, CommunicatorClosedError, ConfigurationError, PeerLostError, StoreLostError
 from bagua.membership.checkpoint import check_place, place_of, read_state, unusable, write_state
 from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch
@@ -163,9 +157,8 @@ class Islands:
     def why(self) -> str:
         """Who takes part and why, in words: what is waited for, and what led to each epoch, latest first."""
         alive, in_epoch, contributed = self.members()
-        lines = [
-            f"seat {self.seat}: alive {list(alive)}, in the epoch {list(in_epoch)}, contributed {list(contributed)}"
-        ]
+        part = f"alive {list(alive)}, in the epoch {list(in_epoch)}, contributed {list(contributed)}"
+        lines = [f"seat {self.seat}: {part}"]
         lines += [f"waiting: {self._state.waiting_for}"] if self._state.waiting_for else []
         lines += [self._state.trouble] if self._state.trouble else []
         lines += [f"this process left: {self._left}"] if self._left else []
@@ -246,7 +239,14 @@ class Islands:
                 seen=repr(self),
             )
         told = [*facts, "no ElasticSampler" if state.samples is None else state.samples.fact]
-        self._refuse_other_samples(told[-1])
+        if (
+            stranger := self._island.compare(told[-1:], "")
+        ) is not None:  # Their models were compared, not their samples.
+            rank, theirs, _ = stranger
+            raise different(
+                "the ranks of this island do not deal out the same samples", "with_bagua", rank, told[-1:], theirs,
+                "Make an ElasticSampler with the same arguments on all ranks of the island, or on none.",
+            )  # fmt: skip
         self._island.share(lambda: require_same(state.cells, "model", told, "models"))
         state.training = training
         with self._leaving():
@@ -282,16 +282,6 @@ class Islands:
             _log.exception("islands: seat %d could not save its state in %s", self.seat, file)
         self._history.append(told)
         error.advice = f"{error.advice} {told}"
-
-    def _refuse_other_samples(self, fact: str) -> None:
-        """Models of the ranks of an island were compared with each other, but not what deals out their samples."""
-        stranger = self._island.compare([fact], "")
-        if stranger is not None:
-            rank, theirs, _ = stranger
-            raise different(
-                "the ranks of this island do not deal out the same samples", "with_bagua", rank, [fact], theirs,
-                "Make an ElasticSampler with the same arguments on all ranks of the island, or on none.",
-            )  # fmt: skip
 
     def deal_out(self, samples: Samples) -> None:
         """Agree on samples in each exchange.
@@ -375,9 +365,8 @@ class Islands:
             raise
 
     def _changed(self, epoch: Epoch) -> None:
-        self._history.append(
-            f"epoch {epoch.number} of seats {list(epoch.members)}, from exchange {epoch.base}: {epoch.why}"
-        )
+        when = f"epoch {epoch.number} of seats {list(epoch.members)}, from exchange {epoch.base}"
+        self._history.append(f"{when}: {epoch.why}")
         members = self.members()
         for callback in self._callbacks:
             callback(members, epoch.why)

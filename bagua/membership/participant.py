@@ -144,7 +144,7 @@ class Participant:
         asks = (*epoch.members[first:], *epoch.members[:first])[:MOST_DONORS]
         state.tell(needs=newest, asks=asks)
         try:
-            receiver.receive_early(asks, newest, partial(self._check_wait, time.monotonic()))
+            receiver.receive_early(asks, newest, partial(self._wait, time.monotonic(), pause=False))
         except (PeerLostError, CollectiveTimeoutError) as error:
             _log.info("islands: no state for seat %d: %s", state.seat, error.problem)
         state.tell(needs=-1, asks=(), has=receiver.exchange)
@@ -303,10 +303,8 @@ class Participant:
         changes, offers = self._state.called, False
         if self._early and not changes:
             changes, offers = self._look_around(self._standing)
-        if changes or offers:
-            self._lead_rest(changes=changes)
-
-    def _lead_rest(self, *, changes: bool) -> None:
+        if not (changes or offers):
+            return
         with self._island.leading(self._outcome):
             if changes:
                 self._counterparts.donor.tell_step()
@@ -371,7 +369,9 @@ class Participant:
                 continue
             if self._state.seat not in epoch.members:
                 self._check_here()  # Others may learn of a goodbye, and go on, before this thread does.
-                raise self._left_out(epoch)
+                told = f"is not in epoch {epoch.number} of seats {list(epoch.members)}: {epoch.why}"
+                seat = self._state.seat
+                raise LeftOutError(f"seat {seat} {told}", rank=seat, peers=epoch.members)
             self._state.standing = standing.follow(epoch)
             if self._meet(epoch, resting=standing.report.resting):
                 return
@@ -398,7 +398,7 @@ class Participant:
             state.look()
             proposal = propose()
             if not isinstance(proposal, str):
-                return Epoch.from_json(state.cells.claim(epoch_name(number), proposal.to_json()))
+                return Epoch.from_json(state.cells.claim(epoch_name(number), proposal._asdict()))
             self._note(proposal)
         except StoreLostError as error:
             state.trouble = error.problem
@@ -410,7 +410,10 @@ class Participant:
         self._state.waiting_for = why
 
     def _wait(self, started: float, *, give_up: bool = True, pause: bool = True) -> None:
-        """Wait for a moment, or give up after ``timeout_s``, unless there is something left to try."""
+        """Wait for a moment, or give up after ``timeout_s``, unless there is something left to try.
+
+        Without ``pause`` somebody else does what this process waits for: only give up when waiting is no use.
+        """
         self._check_here()
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s or not give_up:
@@ -434,10 +437,6 @@ class Participant:
         if self._state.has_left:
             raise CommunicatorClosedError("this process has left its islands", rank=self._state.seat)
 
-    def _check_wait(self, started: float) -> None:
-        """While somebody else does what this process waits for: give up when waiting is no use."""
-        self._wait(started, pause=False)
-
     def _meet(self, epoch: Epoch, *, resting: bool = False) -> bool:
         """Whether the members of ``epoch`` have met; if not, this island has said so."""
         failure = self._enter(epoch)
@@ -450,14 +449,7 @@ class Participant:
     def _enter(self, epoch: Epoch) -> FailedAct | None:
         """Have all ranks connect with those of the other members."""
         self._state.waiting_for = ""
-        return self._island.do("enter", epoch.to_json())
-
-    def _left_out(self, epoch: Epoch) -> LeftOutError:
-        return LeftOutError(
-            f"seat {self._state.seat} is not in epoch {epoch.number} of seats {list(epoch.members)}: {epoch.why}",
-            rank=self._state.seat,
-            peers=epoch.members,
-        )
+        return self._island.do("enter", epoch._asdict())
 
 
 class Alike:
