@@ -17,15 +17,7 @@ from bagua.late import late
 from bagua.membership import ElasticSampler, Islands, Members, join_islands
 from bagua.observe import metrics
 from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, unwrap, with_bagua
-from bagua.torch_api import (
-    algorithms,
-    communication,
-    data_parallel,
-    distributed,
-    distributed_define,
-    env,
-    exceptions,
-)
+from bagua.torch_api import algorithms, communication, data_parallel, distributed, distributed_define, env, exceptions
 from bagua.torch_api.communication import *
 from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
 

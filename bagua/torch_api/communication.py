@@ -3,8 +3,6 @@
 Everything is explained where it lives, in ``bagua.comm``.
 """
 
-from __future__ import annotations
-
 from bagua.comm import (
     NON_MEMBER,
     Communicator,

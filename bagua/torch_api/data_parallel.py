@@ -1,7 +1,5 @@
 """Documented import path of data-parallel modules: one with the arguments of torch's, one that is decentralized."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from bagua.late import late
@@ -14,10 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "DistributedDataParallel"]
 
-_WRAPPER = "bagua.parallel"
 _LATE = {
-    "DecentralizedDataParallel": _WRAPPER,
-    "LR_SCHEDULER_FN_TYPE": f"{_WRAPPER}:LRSchedulerFunction",
-    "OPTIM_FN_TYPE": f"{_WRAPPER}:OptimizerFunction",
+    "DecentralizedDataParallel": "bagua.parallel",
+    "LR_SCHEDULER_FN_TYPE": "bagua.parallel:LRSchedulerFunction",
+    "OPTIM_FN_TYPE": "bagua.parallel:OptimizerFunction",
 }
 __getattr__, __dir__ = late(__name__, _LATE)

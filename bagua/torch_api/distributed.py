@@ -1,7 +1,5 @@
 """``bagua.torch_api.distributed``: the engine and its wrappers, under their documented names."""
 
-from __future__ import annotations
-
 from bagua.algorithms import DistributedAlgorithm
 from bagua.parallel import (
     BaguaModule,

@@ -1,7 +1,5 @@
 """``bagua.torch_api.distributed_define``: what a bucket holds."""
 
-from __future__ import annotations
-
 from bagua.parallel import BucketType, TensorDeclaration
 
 __all__ = ["BucketType", "TensorDeclaration"]

@@ -1,7 +1,5 @@
 """``bagua.torch_api.exceptions``: the errors that Bagua documented; the whole tree is in ``bagua.errors``."""
 
-from __future__ import annotations
-
 from bagua.errors import RepeatedInitializationError, UnsupportedAlgorithmException
 
 __all__ = ["RepeatedInitializationError", "UnsupportedAlgorithmException"]

@@ -1,7 +1,5 @@
 """``bagua.torch_api.algorithms.async_model_average``: every rank at its own pace."""
 
-from __future__ import annotations
-
 from bagua.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]

@@ -1,13 +1,6 @@
 """``bagua.torch_api.algorithms.base``: what algorithms are made of."""
 
-from __future__ import annotations
-
-from bagua.algorithms import (
-    Algorithm,
-    AlgorithmImpl,
-)
-from bagua.algorithms import (
-    registry as GlobalAlgorithmRegistry,  # noqa: N812 (documented name)
-)
+from bagua.algorithms import Algorithm, AlgorithmImpl
+from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry"]

@@ -1,7 +1,5 @@
 """``bagua.torch_api.algorithms.decentralized``: training by gossip, in full and in low precision."""
 
-from __future__ import annotations
-
 from bagua.algorithms import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,

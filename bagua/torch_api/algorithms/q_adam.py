@@ -1,7 +1,5 @@
 """``bagua.torch_api.algorithms.q_adam``: Adam with a compressed momentum."""
 
-from __future__ import annotations
-
 from bagua.algorithms import QAdamAlgorithm, QAdamAlgorithmImpl
 from bagua.optim import QAdamOptimizer
 
