@@ -69,10 +69,7 @@ class StepMeter:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        clock: Callable[[], float] = own_time,
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clock: Callable[[], float] = own_time
     ) -> None:
         self._clock = clock
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
@@ -143,11 +140,7 @@ class StepMeter:
 
 
 def measure_model(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: Callable[[], object],
-    *,
-    seconds: float = 10.0,
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object], *, seconds: float = 10.0
 ) -> ModelFacts:
     """Call ``step`` for a while, and say what its steps are like.
 

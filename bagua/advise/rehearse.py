@@ -215,8 +215,7 @@ def rehearse(
     Raises:
         ConfigurationError: ranks exchange in the background, at their own pace, or too seldom to be rehearsed.
     """
-    steady = algorithm.exchanges(algorithm.phases[-1])
-    run = functools.partial(_run, algorithm, steady, host_sizes, bucket_bytes, _steps_of(algorithm, steady))
+    run = functools.partial(_run, algorithm, host_sizes, bucket_bytes)
     log = logging.getLogger("bagua")
     log.disabled, before = True, log.disabled  # The engine has much to say of ranks that all do the same.
     try:
@@ -254,14 +253,11 @@ def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
 
 
 def _run(
-    algorithm: Algorithm,
-    steady: Sequence[Exchange],
-    host_sizes: Sequence[int],
-    bucket_bytes: int,
-    steps: int,
-    parameters: Sequence[ParameterFacts],
+    algorithm: Algorithm, host_sizes: Sequence[int], bucket_bytes: int, parameters: Sequence[ParameterFacts]
 ) -> tuple[tuple[tuple[Moment, ...], ...], tuple[Run, ...], float]:
     """Moments of each step, all runs, and the seconds of a step beside the runs and those without an engine."""
+    steady = algorithm.exchanges(algorithm.phases[-1])
+    steps = _steps_of(algorithm, steady)
     journal = _Journal([host for host, size in enumerate(host_sizes) for _ in range(size)])
     twin = _Twin(parameters, functools.partial(journal.mark, "arrival"))
     kind = algorithm.optimizer_class
