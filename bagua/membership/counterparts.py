@@ -9,15 +9,8 @@ from typing import Any
 
 import torch
 
+from bagua import errors
 from bagua.comm import PhaseDeadline, ProcessGroup, Store, bucket_of, group_of_seats
-from bagua.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    CommunicatorClosedError,
-    PeerLostError,
-    StoreLostError,
-    TransportUnavailableError,
-)
 from bagua.membership.closing import Closing
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Acts
@@ -26,7 +19,7 @@ from bagua.membership.transfer import Donor, Receiver
 
 _log = logging.getLogger("bagua")
 #: What ends an exchange that can be repeated without those who are lost.
-LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
+LOSSES = (errors.PeerLostError, errors.CollectiveTimeoutError, errors.CommunicatorClosedError)
 
 
 class Counterparts:
@@ -66,9 +59,9 @@ class Counterparts:
     def acts(self) -> Acts:
         """What the first rank of the island may order, and which errors say that it has not happened."""
         return {
-            "enter": (self._enter, (*LOSSES, TransportUnavailableError)),
+            "enter": (self._enter, (*LOSSES, errors.TransportUnavailableError)),
             "attempt": (self._attempt, LOSSES),
-            "receive": (self.receiver.receive, (CommunicationError,)),
+            "receive": (self.receiver.receive, (errors.CommunicationError,)),
             "take": (self.receiver.take, ()),
             "offer": (self.donor.offer, ()),
         }
@@ -103,10 +96,12 @@ class Counterparts:
 
         def look() -> None:
             if state.has_left:
-                raise CommunicatorClosedError("this process has left its islands", rank=state.seat)
+                raise errors.CommunicatorClosedError("this process has left its islands", rank=state.seat)
             for other, why in state.roster.gone(epoch.number).items():
                 if other in epoch.members and other != state.seat:
-                    raise PeerLostError(f"seat {other} does not come to {name}: {why}", rank=state.seat, peers=[other])
+                    raise errors.PeerLostError(
+                        f"seat {other} does not come to {name}: {why}", rank=state.seat, peers=[other]
+                    )
 
         return group_of_seats(
             self._store, epoch.members, state.seat, name, backend=self._backend, timeout_s=deadlines.timeout_s,
@@ -154,7 +149,7 @@ class Counterparts:
             return False
         try:
             return self.closing.close(epoch, number, counts=False)
-        except StoreLostError as error:
+        except errors.StoreLostError as error:
             self._state.trouble = error.problem
             return True
 

@@ -12,16 +12,8 @@ from typing import Any
 
 import torch
 
+from bagua import errors
 from bagua.comm import ProcessGroup
-from bagua.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    LeftOutError,
-    PeerLostError,
-    StoreLostError,
-    TooFewMembersError,
-)
 from bagua.membership.counterparts import LOSSES, Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from bagua.membership.island import FailedAct, Island
@@ -105,7 +97,7 @@ class Participant:
             waiting, size = self._state.roster.waiting(), self._size
             return first_epoch(waiting) if len(waiting) >= size else f"{len(waiting)} of {size} that begin are here"
         if set(epoch.members) - {self._state.seat} <= self._state.roster.left():
-            raise TooFewMembersError(
+            raise errors.TooFewMembersError(
                 f"the run is over: all members of epoch {epoch.number} have left",
                 rank=self._state.seat,
                 peers=epoch.members,
@@ -122,7 +114,7 @@ class Participant:
         if set(others) - roster.gone(-1).keys():
             return
         hosts = "; ".join(f"seat {seat} was {roster.records[seat].host}" for seat in others)
-        raise TooFewMembersError(
+        raise errors.TooFewMembersError(
             f"another run left objects of this name, and all of its members are gone ({hosts})",
             rank=self._state.seat,
             peers=others,
@@ -145,7 +137,7 @@ class Participant:
         state.tell(needs=newest, asks=asks)
         try:
             receiver.receive_early(asks, newest, partial(self._wait, time.monotonic(), pause=False))
-        except (PeerLostError, CollectiveTimeoutError) as error:
+        except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             _log.info("islands: no state for seat %d: %s", state.seat, error.problem)
         state.tell(needs=-1, asks=(), has=receiver.exchange)
         return True
@@ -260,7 +252,7 @@ class Participant:
         try:
             self._state.called = self._pass_barrier()
         except LOSSES as error:
-            return FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ())
+            return FailedAct(error.problem, error.peers if isinstance(error, errors.PeerLostError) else ())
         return None
 
     def _close(self, *, counts: bool) -> bool:
@@ -270,7 +262,7 @@ class Participant:
         while True:
             try:
                 return closing.close(self._standing.epoch, self._standing.entered, counts=counts)
-            except StoreLostError as error:
+            except errors.StoreLostError as error:
                 self._state.trouble = error.problem
             self._wait(started)
 
@@ -371,7 +363,7 @@ class Participant:
                 self._check_here()  # Others may learn of a goodbye, and go on, before this thread does.
                 told = f"is not in epoch {epoch.number} of seats {list(epoch.members)}: {epoch.why}"
                 seat = self._state.seat
-                raise LeftOutError(f"seat {seat} {told}", rank=seat, peers=epoch.members)
+                raise errors.LeftOutError(f"seat {seat} {told}", rank=seat, peers=epoch.members)
             self._state.standing = standing.follow(epoch)
             if self._meet(epoch, resting=standing.report.resting):
                 return
@@ -400,7 +392,7 @@ class Participant:
             if not isinstance(proposal, str):
                 return Epoch.from_json(state.cells.claim(epoch_name(number), proposal._asdict()))
             self._note(proposal)
-        except StoreLostError as error:
+        except errors.StoreLostError as error:
             state.trouble = error.problem
         return None
 
@@ -421,9 +413,9 @@ class Participant:
             return
         seat, timeout_s = self._state.seat, self._timeout_s
         if self._state.trouble:
-            raise StoreLostError(self._state.trouble, rank=seat, elapsed_s=elapsed_s, timeout_s=timeout_s)
+            raise errors.StoreLostError(self._state.trouble, rank=seat, elapsed_s=elapsed_s, timeout_s=timeout_s)
         away, epoch = self._state.roster.gone(-1), self._state.epoch
-        raise TooFewMembersError(
+        raise errors.TooFewMembersError(
             self._state.waiting_for or "the others do not come",
             rank=seat,
             peers=[member for member in (() if epoch is None else epoch.members) if member in away],
@@ -435,7 +427,7 @@ class Participant:
 
     def _check_here(self) -> None:
         if self._state.has_left:
-            raise CommunicatorClosedError("this process has left its islands", rank=self._state.seat)
+            raise errors.CommunicatorClosedError("this process has left its islands", rank=self._state.seat)
 
     def _meet(self, epoch: Epoch, *, resting: bool = False) -> bool:
         """Whether the members of ``epoch`` have met; if not, this island has said so."""
@@ -489,14 +481,14 @@ class Alike:
             _log.warning("islands: what all hold alike differs by rounding. Training goes on, and compares no more")
 
 
-def _different(everyone: Sequence[tuple[int, int]], group: ProcessGroup) -> CollectiveMismatchError:
+def _different(everyone: Sequence[tuple[int, int]], group: ProcessGroup) -> errors.CollectiveMismatchError:
     """The error that names the islands that differ from most; all, if there are not more of one kind."""
     (most, count), *others = Counter(everyone).most_common()
     tied = bool(others) and others[0][1] == count
     strange = [seat for seat, one in zip(group.ranks, everyone, strict=True) if tied or one != most]
     rest = [seat for seat in group.ranks if seat not in strange]
     said = f"that of seats {strange} is not that of seats {rest}" if rest else f"seats {strange} have no majority"
-    return CollectiveMismatchError(
+    return errors.CollectiveMismatchError(
         f"islands hold different shared state or weights: {said}",
         rank=group.ranks[group.rank],
         peers=strange,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from bagua import errors
 from bagua.comm import (
     Fetch,
     ObjectBucket,
@@ -18,14 +19,6 @@ from bagua.comm import (
     ask_now,
     decode,
     encoded_later,
-)
-from bagua.errors import (
-    BaguaError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-    StoreLostError,
 )
 from bagua.membership.state import MemberState, Offer, SeatRecord, record_name
 
@@ -66,8 +59,8 @@ class Donor:
             later = [encoded[name][1] for name in encoded.keys() & _LASTING_PARTS]
             contents = {name: memory for name, (memory, _) in encoded.items()}
             offer = Offer(exchange, epoch, "", self._server.offer(contents, lambda: _call_all(later)))
-        except (BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
-            offer = Offer(exchange, epoch, error.problem if isinstance(error, BaguaError) else str(error))
+        except (errors.BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
+            offer = Offer(exchange, epoch, error.problem if isinstance(error, errors.BaguaError) else str(error))
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
         self._state.tell(offer=offer)
 
@@ -124,7 +117,7 @@ class Receiver:
 
         def check() -> None:
             if state.is_over(epoch):
-                raise CommunicatorClosedError("the others went on before it had the state", rank=state.seat)
+                raise errors.CommunicatorClosedError("the others went on before it had the state", rank=state.seat)
 
         self._receive(seats, lambda offer: offer.epoch == epoch.number, check)
 
@@ -162,7 +155,7 @@ class Receiver:
         fetched = fetch.run(find, self._state.deadlines.beat_s / 4)
         if fetched is None:
             whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
-            raise PeerLostError(
+            raise errors.PeerLostError(
                 f"nobody is left who gives seat {self._state.seat} the state ({'; '.join(whys)})",
                 rank=self._state.seat,
                 peers=sorted({self._sources[source][0] for source in fetch.failures}),
@@ -178,7 +171,7 @@ class Receiver:
         here = [seat for seat in seats if seat not in gone]
         try:
             said = state.cells.read([record_name(seat, state.rank) for seat in here])
-        except StoreLostError as error:
+        except errors.StoreLostError as error:
             state.trouble = error.problem
             return dict.fromkeys(here)
         return {seat: SeatRecord.from_json(one).offer for seat, one in zip(here, said, strict=True)}
@@ -186,21 +179,19 @@ class Receiver:
     def _refuse_without_hope(self, offers: Mapping[int, Offer | None], elapsed_s: float) -> None:
         own = self._state.seat
         if not offers:
-            raise PeerLostError(f"all members that have the state are lost; seat {own} has none", rank=own)
+            raise errors.PeerLostError(f"all members that have the state are lost; seat {own} has none", rank=own)
         problems = {seat: offer.problem for seat, offer in offers.items() if offer is not None and offer.problem}
         if len(problems) == len(offers):
             seat, problem = next(iter(problems.items()))
-            raise ConfigurationError(
+            raise errors.ConfigurationError(
                 f"newcomers cannot come in, because members cannot send their state; seat {seat}: {problem}",
                 argument="between",
                 expected="a model and optimizers whose state_dict() holds numbers, strings, tensors, and containers",
                 seen=f"seats {sorted(problems)} that cannot send theirs",
             )
         if elapsed_s > self._timeout_s and not any(offers.values()):
-            raise CollectiveTimeoutError(
-                f"no member has offered seat {own} the state",
-                elapsed_s=elapsed_s,
-                timeout_s=self._timeout_s,
+            raise errors.CollectiveTimeoutError(
+                f"no member has offered seat {own} the state", elapsed_s=elapsed_s, timeout_s=self._timeout_s
             )
 
     def latest_step(self) -> int:
