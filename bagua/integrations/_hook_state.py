@@ -20,18 +20,7 @@ from bagua.comm import (
     rank_among_all,
     size_of_all,
 )
-from bagua.engine import (
-    Lane,
-    Remembered,
-    check_owner,
-    collect,
-    compare,
-    create_lane,
-    meet,
-    merged,
-    renamed,
-    restore,
-)
+from bagua.engine import Lane, Remembered, check_owner, collect, compare, create_lane, meet, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
 from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer, allreduce_sum, reducer_sum
 
@@ -186,20 +175,16 @@ class HookState(ABC):
     name: str
 
     def __init__(self, process_group: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
-        self.step = 0
         self._grad_scaler = grad_scaler
         self._asked_for = process_group
         self._group: ProcessGroup | None = None
         self._lane: Lane | None = None
-        self._places = HookBuckets()
         self._held: list[_Held] = []
         self._watch = BackwardWatch()
-        self._parts: dict[str, torch.Tensor] = {}
-        self._steps_of_parts: dict[str, int] = {}
-        self._loaded = ["loaded state: none"]
         #: The group on which ranks have compared what they go on from.
         self._compared: ProcessGroup | None = None
-        self._loads_to_compare, self._meetings = False, 0
+        self._meetings = 0
+        self.forget()
 
     @abstractmethod
     def sum_at(self, step: int) -> Sum:
@@ -381,8 +366,8 @@ class HookState(ABC):
         """Begin anew, with another model: nothing of earlier steps is used."""
         self.step = 0
         self._places = HookBuckets()
-        self._parts = {}
-        self._steps_of_parts = {}
+        self._parts: dict[str, torch.Tensor] = {}
+        self._steps_of_parts: dict[str, int] = {}
         self._loaded, self._loads_to_compare = ["loaded state: none"], False
 
     def _layout(self, module: torch.nn.Module) -> list[list[str]]:

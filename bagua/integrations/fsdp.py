@@ -226,10 +226,6 @@ class _Shards(torch.nn.Module):
         return iter(()) if module is None else module.named_buffers(*arguments, **options)
 
 
-def _facts(module: torch.nn.Module) -> list[str]:
-    return [f"{name}: {list(parameter.shape)}, {parameter.dtype}" for name, parameter in module.named_parameters()]
-
-
 class ShardExchange(EngineAccess):
     """The exchanges of the replicas of a sharded model. Made by ``exchange_shards``.
 
@@ -265,7 +261,8 @@ class ShardExchange(EngineAccess):
         self._everyone = weakref.ref(everyone)
         of_shards = _OfShards(algorithm, self._mates)
         try:
-            compare([f"algorithm {algorithm!r}", *_facts(module)], self._mates, "models")
+            facts = (f"{name}: {list(one.shape)}, {one.dtype}" for name, one in module.named_parameters())
+            compare([f"algorithm {algorithm!r}", *facts], self._mates, "models")
             wrapped: Any = with_bagua(self._shards, self._twins, of_shards, group, do_flatten=False)
             self._bagua_engine = wrapped._bagua_engine  # noqa: SLF001 - ours
             come_in(self._bagua_engine, islands, [LocalState(one) for one in self._optimizers])

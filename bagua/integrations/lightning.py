@@ -171,13 +171,12 @@ class BaguaStrategy(DDPStrategy):
         self._algorithm = as_algorithm(algorithm)
         self._bagua_backend = backend
         self._connected = False
+        if forward_sync_buffers is None:  # Where ranks train alone for many steps, buffers must not meet in each.
+            forward_sync_buffers = not self._algorithm.ranks_differ
         self._engine_options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "find_unused_parameters": find_unused_parameters,
-            # Where ranks train alone for many steps, buffers must not meet in each.
-            "forward_sync_buffers": (
-                not self._algorithm.ranks_differ if forward_sync_buffers is None else forward_sync_buffers
-            ),
+            "forward_sync_buffers": forward_sync_buffers,
         }
         self._bagua_timeout = strategy_options.get("timeout")
         unknown = [name for name in _FOR_HOOKS_OF_TORCH if name in strategy_options]
