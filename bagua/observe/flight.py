@@ -352,14 +352,10 @@ def _disagreements(group: _Group, calls: dict[int, dict[int, Record]]) -> Iterat
         for rank, of_rank in calls.items():
             by_agreement.setdefault(tuple(of_rank[sequence]["agreement"]), []).append(rank)
         if len(by_agreement) > 1:
-            yield _disagreement(group[0], sequence, list(by_agreement.values()), calls)
+            sides = {tuple(side): _what(calls[side[0]][sequence]) for side in sorted(by_agreement.values(), key=len)}
+            does = [f"{_ranks(side)} {'does' if len(side) == 1 else 'do'} {what}" for side, what in sides.items()]
+            yield f"In call #{sequence} on {group[0]}, {', '.join(does[:-1])}, while {does[-1]}."
             return
-
-
-def _disagreement(label: str, sequence: int, sides: list[list[int]], calls: dict[int, dict[int, Record]]) -> str:
-    sides.sort(key=len)
-    does = [f"{_ranks(side)} {'does' if len(side) == 1 else 'do'} {_what(calls[side[0]][sequence])}" for side in sides]
-    return f"In call #{sequence} on {label}, {', '.join(does[:-1])}, while {does[-1]}."
 
 
 def _what(call: Record) -> str:

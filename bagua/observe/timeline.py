@@ -29,7 +29,7 @@ from bagua.observe.trace import TRACE_PREFIX
 
 Line = dict[str, Any]
 _Meetings = dict[tuple[Any, ...], tuple[float, float]]
-_Comers = dict[tuple[Any, ...], dict[int, tuple[float, str]]]
+_Comers = dict[tuple[Any, ...], tuple[str, dict[int, float]]]
 _FILES = f"{TRACE_PREFIX}*.jsonl"
 #: Kinds that no rank leaves before all have come.
 _MEETINGS = frozenset({"allreduce", "allgather", "alltoall", "reduce_scatter", "barrier"})
@@ -223,9 +223,8 @@ def _waits(comers: _Comers) -> tuple[dict[int, float], dict[int, float]]:
     waits: dict[int, float] = {}
     lasts: dict[int, float] = {}
     before: dict[tuple[Any, ...], float] = {}
-    for (*where, _), of_call in comers.items():
+    for (*where, _), (_, came) in comers.items():
         group = tuple(where)  # Several groups may have one label.
-        came = {rank: moment for rank, (moment, _) in of_call.items()}
         last = max(came, key=lambda rank: came[rank])
         waits[last] = waits.get(last, 0.0) + sum(came[last] - moment for moment in came.values())
         since, before[group] = came[last] - before.get(group, min(came.values())), came[last]
@@ -239,26 +238,25 @@ def _arrivals(process: int, of_calls: _Comers) -> Iterator[Line]:
     tracks: dict[tuple[Any, ...], int] = {}
     labels = {(label, ranks) for label, ranks, _ in of_calls}
     shared = {label for label, count in Counter(label for label, _ in labels).items() if count > 1}
-    for (label, ranks, _), comers in of_calls.items():
+    for (label, ranks, _), (text, came) in of_calls.items():
         if (label, ranks) not in tracks:
             tracks[label, ranks] = len(tracks) + 1
             of_ranks = f" of ranks {', '.join(map(str, ranks))}" if label in shared else ""
             yield _name("thread_name", process, tracks[label, ranks], f"arrivals on {label}{of_ranks}")
-        came = {rank: moment for rank, (moment, _) in comers.items()}
         first, last = min(came.values()), max(came.values())
         late = {f"rank {rank} came after, us": round(moment - first, 1) for rank, moment in sorted(came.items())}
         place = {"pid": process, "tid": tracks[label, ranks]}
-        text = next(iter(comers.values()))[1]
         yield {"ph": "X", "name": text, "cat": "arrivals", "ts": first, "dur": last - first, "args": late, **place}
         for rank, moment in came.items():
             yield {"ph": "i", "s": "t", "name": f"rank {rank}", "cat": "arrivals", "ts": moment, **place}
 
 
 def _comers(traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float]) -> _Comers:
-    """For each collective when each rank came, and what it was."""
+    """For each collective what it was, and when each rank came."""
     found: _Comers = {}
     for rank, lines in traces.items():
         for line in lines:
             if "call" in line and line["kind"] not in ("send", "recv", "sendrecv"):
-                found.setdefault(_key(line), {})[rank] = (_since(line["begun"], shifts[rank]), line["call"])
+                _, came = found.setdefault(_key(line), (line["call"], {}))
+                came[rank] = _since(line["begun"], shifts[rank])
     return found

@@ -60,15 +60,12 @@ class RankWatch:
         recorder = self._recorder()
         if recorder is not None and os.getpid() == self._process:  # A forked child has its parent's connection.
             with contextlib.suppress(Exception):  # No beat is worth a step.
-                self._post(recorder)
-
-    def _post(self, recorder: Recorder) -> None:
-        now = Reading.of(recorder)
-        self._pause_s = now.at - recorder.beat_at + BEAT_S
-        recorder.beat_at = now.at + BEAT_S
-        recent = now.since(self.readings[0])
-        self.readings.append(now)
-        self._beats.post(self._said(recorder, recent), self._read)
+                now = Reading.of(recorder)
+                self._pause_s = now.at - recorder.beat_at + BEAT_S
+                recorder.beat_at = now.at + BEAT_S
+                recent = now.since(self.readings[0])
+                self.readings.append(now)
+                self._beats.post(self._said(recorder, recent), self._read)
 
     def _read(self) -> None:
         """In the thread that has posted. Of many ranks only the first one reads, so that the store has little to do."""
