@@ -31,7 +31,7 @@ class Rank:
         report: sends any picklable object to the launching process.
         local_world_size: how many of the processes share its host.
         host: host of a lab on which it lives; None on the machine itself.
-        first_address: address of the host of rank 0 in a lab.
+        first_address: address of the host of rank 0 in a lab; that of this machine for itself.
     """
 
     rank: int
@@ -40,25 +40,22 @@ class Rank:
     report: Callable[[object], None]
     local_world_size: int
     host: Host | None = None
-    first_address: str = ""
+    first_address: str = "127.0.0.1"
 
     def join(self, backend: str | None, timeout_s: float) -> None:
         """Initialize bagua's process group with the other started processes."""
+        if self.host is not None and self.rank == 0:
+            store, _ = serve_store(self.first_address, self.port)
+        else:
+            store = connect_store(self.port, timeout_s, self.first_address)
         comm.init_process_group(
             backend=backend,
             timeout=timedelta(seconds=timeout_s),
-            store=self._store(timeout_s),
+            store=store,
             rank=self.rank,
             world_size=self.world_size,
             local_world_size=self.local_world_size,
         )
-
-    def _store(self, timeout_s: float) -> comm.Store:
-        if self.host is None:
-            return connect_store(self.port, timeout_s)
-        if self.rank == 0:
-            return serve_store(self.first_address, self.port)[0]
-        return connect_store(self.port, timeout_s, self.first_address)
 
 
 class RanksFailedError(RuntimeError):

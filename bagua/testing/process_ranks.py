@@ -13,6 +13,7 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, Literal
@@ -125,24 +126,21 @@ class ProcessRanks(RankPool):
                 return
 
 
+@dataclass(eq=False)
 class _Rank:
     """A process, as the pool sees it."""
 
-    def __init__(
-        self, rank: int, process: BaseProcess, messages: Connection, take_report: Callable[[object], object]
-    ) -> None:
-        self.rank = rank
-        self.take_report = take_report
-        self.process = process
-        self.messages = messages
-        self.outcome: Outcome | None = None
-        self.ended = False
+    rank: int
+    process: BaseProcess
+    messages: Connection
+    take_report: Callable[[object], object]
+    outcome: Outcome | None = None
+    ended: bool = False
 
     @property
     def finishing(self) -> bool:
         """Whether it has returned and has yet to leave its group and end."""
-        returned = self.outcome is not None and self.outcome.error is None
-        return returned and not self.ended
+        return self.outcome is not None and self.outcome.error is None and not self.ended
 
     def say(self, command: bytes) -> None:
         with contextlib.suppress(OSError):  # Its end is noticed where it is listened to.

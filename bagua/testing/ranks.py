@@ -64,14 +64,13 @@ class Job:
 
     def join(self, rank: int, store: Store) -> None:
         """Initialize the default group of a rank."""
-        layout: dict[str, Any] = {} if self.nodes is None else {"_nodes": self.nodes}
         bagua.comm.init_process_group(
             backend=self.backend,
             timeout=timedelta(seconds=self.timeout_s),
             store=store,
             rank=rank,
             world_size=self.size,
-            **layout,
+            _nodes=self.nodes,
         )
 
 

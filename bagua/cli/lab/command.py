@@ -43,14 +43,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--hosts", type=positive, default=2, metavar="N", help="default 2")
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
-    add(
-        "--link",
-        type=link,
-        default=LinkSettings(),
-        metavar="RATE[/RATE][,DELAY][,LOSS%]",
-        help="of each host: what it receives and sends, the delay to another host one way, and the packets that are "
-        "lost between two hosts; default unlimited",
+    about = (
+        "of each host: what it receives and sends, the delay to another host one way, and the packets that are "
+        "lost between two hosts; default unlimited"
     )
+    add("--link", type=link, default=LinkSettings(), metavar="RATE[/RATE][,DELAY][,LOSS%]", help=about)
     add("script", help="a Python script; -m MODULE runs a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return parser
