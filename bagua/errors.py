@@ -150,11 +150,7 @@ class ConfigurationError(BaguaError, ValueError):
         'bad size (argument size, expected >= 1, seen 0)'
     """
 
-    _shown: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("argument", "argument"),
-        ("expected", "expected"),
-        ("seen", "seen"),
-    )
+    _shown = (("argument", "argument"), ("expected", "expected"), ("seen", "seen"))
 
     def __init__(
         self,

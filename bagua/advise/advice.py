@@ -201,11 +201,10 @@ def rehearse_all(
             continue
         tell(f"rehearsing {name}")
         try:
-            made = [
-                (rehearse(Algorithm.init(name, **one), facts, sizes, name=name), one)
+            found += [  # all of them or none
+                dataclasses.replace(rehearse(Algorithm.init(name, **one), facts, sizes, name=name), options=one)
                 for one in RECIPES.get(name, ({},))
             ]
-            found += [dataclasses.replace(rehearsal, options=options) for rehearsal, options in made]
         except BaguaError as error:
             refusals[name] = f"{error.problem}. {error.advice}".removesuffix(". ")
         except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered

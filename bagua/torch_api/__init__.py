@@ -5,8 +5,6 @@ import puts ``with_bagua`` on ``torch.nn.Module``, makes the backend name ``bagu
 to ``torch.distributed``, and has no other side effect.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from bagua import distributed as _names_of_torch

@@ -1,7 +1,5 @@
 """``bagua.torch_api.algorithms``: algorithms under their documented names."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
