@@ -150,7 +150,7 @@ class ConfigurationError(BaguaError, ValueError):
         'bad size (argument size, expected >= 1, seen 0)'
     """
 
-    _shown = (("argument", "argument"), ("expected", "expected"), ("seen", "seen"))
+    _shown = tuple((name, name) for name in ("argument", "expected", "seen"))
 
     def __init__(
         self,

@@ -391,15 +391,12 @@ class Participant:
             proposal = propose()
             if not isinstance(proposal, str):
                 return Epoch.from_json(state.cells.claim(epoch_name(number), proposal._asdict()))
-            self._note(proposal)
+            if proposal != state.waiting_for:
+                _log.info("islands: seat %d: %s", state.seat, proposal)
+            state.waiting_for = proposal
         except errors.StoreLostError as error:
             state.trouble = error.problem
         return None
-
-    def _note(self, why: str) -> None:
-        if why != self._state.waiting_for:
-            _log.info("islands: seat %d: %s", self._state.seat, why)
-        self._state.waiting_for = why
 
     def _wait(self, started: float, *, give_up: bool = True, pause: bool = True) -> None:
         """Wait for a moment, or give up after ``timeout_s``, unless there is something left to try.
