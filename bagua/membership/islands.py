@@ -239,9 +239,9 @@ class Islands:
                 seen=repr(self),
             )
         told = [*facts, "no ElasticSampler" if state.samples is None else state.samples.fact]
-        if (
-            stranger := self._island.compare(told[-1:], "")
-        ) is not None:  # Their models were compared, not their samples.
+        # Models of the ranks of an island were compared with each other, but not what deals out their samples.
+        stranger = self._island.compare(told[-1:], "")
+        if stranger is not None:
             rank, theirs, _ = stranger
             raise different(
                 "the ranks of this island do not deal out the same samples", "with_bagua", rank, told[-1:], theirs,
