@@ -243,9 +243,8 @@ class _Engine(_Exchange):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wrap the model: the Trainer has loaded it and its optimizer from the checkpoint, and prepared both."""
         scaler, model = getattr(self.trainer.accelerator, "scaler", None), self.trainer.model
-        optimizer = getattr(
-            self.trainer.optimizer, "optimizer", self.trainer.optimizer
-        )  # Accelerate puts its own around.
+        optimizer = self.trainer.optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate puts its own around it.
         if self._wrapped is model:  # An attempt that ended with an error, as for lack of memory, left it.
             model.bagua_close()
         self._wrapped = model
