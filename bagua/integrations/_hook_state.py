@@ -186,6 +186,14 @@ class HookState(ABC):
         self._meetings = 0
         self.forget()
 
+    def forget(self) -> None:
+        """Begin anew, with another model: nothing of earlier steps is used."""
+        self.step = 0
+        self._places = HookBuckets()
+        self._parts: dict[str, torch.Tensor] = {}
+        self._steps_of_parts: dict[str, int] = {}
+        self._loaded, self._loads_to_compare = ["loaded state: none"], False
+
     @abstractmethod
     def sum_at(self, step: int) -> Sum:
         """How the gradients of a step are summed; equal on all ranks.
@@ -361,14 +369,6 @@ class HookState(ABC):
         self._steps_of_parts = {}
         buckets = [f"loaded bucket: {', '.join(names)}" for names in state_dict.get("buckets", ())]
         self._loaded, self._loads_to_compare = [f"loaded state: of step {self.step}", *buckets], True
-
-    def forget(self) -> None:
-        """Begin anew, with another model: nothing of earlier steps is used."""
-        self.step = 0
-        self._places = HookBuckets()
-        self._parts: dict[str, torch.Tensor] = {}
-        self._steps_of_parts: dict[str, int] = {}
-        self._loaded, self._loads_to_compare = ["loaded state: none"], False
 
     def _layout(self, module: torch.nn.Module) -> list[list[str]]:
         """Names of the parameters of each bucket; none for parts, which are always the same."""

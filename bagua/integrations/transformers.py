@@ -237,7 +237,7 @@ class _Engine(_Exchange):
         super().__init__(trainer)
         self._algorithm = algorithm
         self._options = options
-        self._wrapped: torch.nn.Module | None = None
+        self._wrapped: Any = None
         self._paused = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
