@@ -207,11 +207,16 @@ class _Hook(_Exchange):
         self._hooked: torch.nn.Module | None = None
         self._model: torch.nn.Module | None = None
 
+    def saved(self, args: Any) -> dict[str, Any]:
+        """What this rank saved in the checkpoint that training goes on from."""
+        folder, self.resumed = self.resumed, None
+        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
+        return found[0] if found else {}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Register the hook, and go on from a checkpoint."""
         wrapped = next((part for part in self.trainer.model_wrapped.modules() if isinstance(part, DDP)), None)
-        folder, self.resumed = self.resumed, None
-        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
+        saved = self.saved(args)
         if wrapped is None:
             return  # one process, which was warned of
         if wrapped is not self._hooked:
@@ -220,8 +225,8 @@ class _Hook(_Exchange):
             self._model = self.trainer.model
             register_ddp_comm_hook(wrapped, self._state, self._hook, self._wrapper)
             self._hooked = wrapped
-        if isinstance(self._state, HookState) and found and "remembered" in found[0]:
-            self._state.load_state_dict(found[0]["remembered"], self.trainer.model)
+        if isinstance(self._state, HookState) and "remembered" in saved:
+            self._state.load_state_dict(saved["remembered"], self.trainer.model)
 
     def collect(self) -> dict[str, Any] | None:
         """The state of the hook, if it is one of ours."""
