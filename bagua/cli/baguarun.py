@@ -189,9 +189,7 @@ def summary(failures: Mapping[int, Any], folder: str) -> str:
     """
     told = {rank: _facts(failure) for rank, failure in failures.items()}
     # An error in which a rank blames itself comes before a death, a death before an error that blames another rank.
-    cause = min(
-        failures, key=lambda rank: (_distance(rank, failures[rank], told[rank]), failures[rank].timestamp, rank)
-    )
+    cause = min(failures, key=lambda one: (_distance(one, failures[one], told[one]), failures[one].timestamp, one))
     lines = [f"baguarun: rank {cause} {_how(failures[cause], told[cause])}"]
     lines += [f"  {line}" for line in told[cause].get("own", "").splitlines()]
     others = [rank for rank in sorted(failures) if rank != cause]

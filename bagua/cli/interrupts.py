@@ -26,11 +26,7 @@ def handled(handler: Callable[[int, object], object] | signal.Handlers, *numbers
 @contextlib.contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
     """End as after Ctrl-C when this process is terminated: nothing may be left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with handled(interrupt, signal.SIGTERM):
+    with handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
 

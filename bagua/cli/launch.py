@@ -67,9 +67,7 @@ class RanksFailedError(RuntimeError):
 
     def __init__(self, failures: Sequence[Outcome]) -> None:
         # A failure of communication only says that another rank failed.
-        self.failures = sorted(
-            failures, key=lambda failure: (isinstance(failure.error, CommunicationError), failure.seconds)
-        )
+        self.failures = sorted(failures, key=lambda one: (isinstance(one.error, CommunicationError), one.seconds))
         self.descriptions = [_described(failure) for failure in self.failures]
         super().__init__("; ".join(self.descriptions))
 

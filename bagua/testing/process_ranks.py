@@ -166,9 +166,8 @@ class _Rank:
         self.process.join(_ANSWER_S)
         self.ended = True
         if self.outcome is None or (self.outcome.error is None and self.process.exitcode != 0):
-            self.outcome = Outcome(
-                self.rank, error=RankDiedError(f"rank {self.rank} {how_it_ended(self.process.exitcode)}")
-            )
+            died = RankDiedError(f"rank {self.rank} {how_it_ended(self.process.exitcode)}")
+            self.outcome = Outcome(self.rank, error=died)
 
     def give_up(self) -> None:
         """Ask where it hangs, and note that as its end."""
