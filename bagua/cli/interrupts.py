@@ -12,7 +12,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, object], object] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+def handled(handler: Callable[[int, Any], object] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
     """Let ``handler`` handle signals until the end of the block. Only the main thread has handlers."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
