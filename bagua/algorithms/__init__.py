@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, around, as_algorithm, bound_form, registry
 from bagua.algorithms.base import WithInner as WithInner
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
-from bagua.algorithms.exchanges.exchange import Exchange, Parts
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
 from bagua.algorithms.exchanges.exchange import Promise as Promise
 from bagua.algorithms.exchanges.exchange import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS
 from bagua.algorithms.exchanges.fields import POINTS as POINTS
-from bagua.algorithms.exchanges.fields import Every, How, Then, What
+from bagua.algorithms.exchanges.fields import Flight, How, Model, Then, What
 from bagua.algorithms.exchanges.fields import Point as Point
-from bagua.algorithms.exchanges.flight import Flight, Model
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.gradient_allreduce import *

@@ -38,9 +38,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, How
-from bagua.algorithms.exchanges.flight import Flight, Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Flight, How, Model
 from bagua.algorithms.exchanges.values import Add, Gradients, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_numbers, check_whole

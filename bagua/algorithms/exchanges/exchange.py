@@ -9,17 +9,57 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, Every, How, Point, Then, What
+from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, How, Point, Then, What
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
+from bagua.membership import Pace
 from bagua.primitives import State
 
 By = Literal["arrival", "strided", "bytes"]
+
+
+@dataclass(frozen=True)
+class Every:
+    """In every ``steps``-th step: those whose number in the phase, from 1, is ``offset`` more than a multiple of it.
+
+    Args:
+        steps: from one start to the next.
+        offset: shift of the steps; negative ones start that much earlier.
+        pace: pace of a member whose steps each stand for some of the fastest one, which are counted then; None where
+            all make the same steps.
+
+    Example:
+        >>> [t for t in range(1, 10) if Every(3).due(t)], [t for t in range(1, 10) if Every(3, offset=1).due(t)]
+        ([3, 6, 9], [1, 4, 7])
+    """
+
+    steps: int = 1
+    offset: int = 0
+    pace: Pace | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_whole(1, steps=self.steps)
+        check_kind(int, "a whole number", offset=self.offset)
+
+    def due(self, t: int, shift: int = 0, stride: int = 1) -> bool:
+        """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts.
+
+        Args:
+            t: number of the step; of several that are made as one, of the last one.
+            shift: steps by which a part is later.
+            stride: how many steps are made as one.
+        """
+        return (t - self.offset - shift) % self.steps < stride
+
+    def round(self, t: int, shift: int = 0) -> int:
+        """How many times it has started in the phase up to step ``t``."""
+        begin = -self.offset - shift
+        return (t + begin) // self.steps - begin // self.steps
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,20 @@
-"""What the fields of an exchange are: points of a step, what is sent, how, what becomes of it, and when."""
+"""What the fields of an exchange are: points of a step, what is sent, how, and what becomes of it.
+
+They are given a flight: one start of an exchange, with the model that it belongs to.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.flight import Flight, Model
 from bagua.buckets import Bucket
-from bagua.checks import check_kind, check_whole
 from bagua.comm import ProcessGroup, Work
-from bagua.membership import Pace
-from bagua.primitives import State
+from bagua.primitives import ReducerMemory, State
 
 #: The moments of a step, in their order.
 Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
@@ -23,6 +23,192 @@ POINTS: tuple[Point, ...] = get_args(Point)
 OF_BUCKETS: tuple[Point, ...] = ("bucket ready", "bucket stepped")
 #: What must be kept at least of the square of any block, where weights become what was sent.
 LEAST_CONTRACTION = 0.5
+
+
+class Model:
+    """The trainable parameters, the optimizers that step them, and the buffers.
+
+    Args:
+        parameters: trainable parameters, by name.
+        optimizers: optimizers of the model.
+        buffers: returns the floating-point buffers as they are now, by name.
+
+    Attributes:
+        noted_rates: learning rates that were kept by ``note_rates``, by ``id`` of the optimizer; empty if none are.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> None:
+        self.buffers = buffers
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self.noted_rates: dict[int, list[float]] = {}
+        self._owners = {
+            id(parameter): (optimizer, number)
+            for optimizer in self.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def note_rates(self) -> None:
+        """Keep the learning rates of this step: a schedule may go on before the step's exchange is made."""
+        self.noted_rates = {id(one): [float(group["lr"]) for group in one.param_groups] for one in self.optimizers}
+
+    def forget_rates(self) -> None:
+        """Learning rates are those that optimizers have now."""
+        self.noted_rates.clear()
+
+    def rate_of(self, parameter: torch.Tensor) -> float:
+        """The learning rate of ``parameter``, as noted or as it is now; 0.0 if it has no optimizer."""
+        if id(parameter) not in self._owners:
+            return 0.0
+        optimizer, number = self._owners[id(parameter)]
+        return (
+            self.noted_rates[id(optimizer)][number] if self.noted_rates else float(optimizer.param_groups[number]["lr"])
+        )
+
+    def owner_of(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+        """The optimizer of ``parameter``, and its parameter group there; None if there is none."""
+        if id(parameter) not in self._owners:
+            return None
+        optimizer, number = self._owners[id(parameter)]
+        return optimizer, optimizer.param_groups[number]
+
+
+class Flight:
+    """One start of one exchange, for one bucket of parameters. Made, kept and saved by the engine.
+
+    Attributes:
+        step: number of the training step in which it started, from 0.
+        t: number of that step in its phase, from 1.
+        round: how many times this exchange has started in its phase, this time included.
+        loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``, and where no
+            gradients are sent.
+        scale: factor on what is sent; see ``How.scale``.
+        rescale: at the fold, what brings gradients of that step to the loss scale of this one.
+        early: at the fold, whether training was interrupted before its time.
+        finite: at the fold, whether the results of the whole part are finite; looked at for outer steps, and
+            where all ranks get the same weights.
+        diverged: True if something of the same model that other ranks hold was not finite when it was sent.
+        bucket: bucket of the parameters.
+        memory: state that is remembered of them, and buffers.
+        what: is sent; None for a local action.
+        model: names, parameters and optimizers.
+        flat: values to send, laid out like the bucket; after ``How.run`` the result.
+        unfilled: ``flat`` is written when it is read for the first time; see ``delay``.
+        sent: a copy of what was sent, before the factor, if ``Then.start`` has kept it.
+        lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.start`` wants it.
+        taken: memory like ``flat`` that it has until it is over.
+        prepared: return value of ``How.prepare``.
+        wait: ends ``How.run``.
+        awaited: True if ``How.run`` is waited for as soon as it returns, so that it need not return a ``Work``.
+    """
+
+    __slots__ = (
+        *("_memory", "_supply", "awaited", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost"),
+        *("memory", "model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled"),
+        *("wait", "what"),
+    )
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        t: int,
+        round: int,  # noqa: A002 - the word of topologies
+        loss_scale: float,
+        scale: float,
+        bucket: Bucket,
+        memory: ReducerMemory,
+        model: Model,
+        flat: torch.Tensor | None,
+        supply: Callable[[], torch.Tensor],
+        what: Any = None,
+        prepared: Any = None,
+        wait: Callable[[], object],
+        awaited: bool = False,
+    ) -> None:
+        self.step, self.t, self.round = step, t, round
+        self.loss_scale = loss_scale
+        self.scale = scale
+        self.rescale = 1.0
+        self.early = False
+        self.finite = True
+        self.diverged = False
+        self.bucket = bucket
+        self.memory = memory
+        self.model = model
+        self.unfilled = False
+        self.taken: list[torch.Tensor] = []
+        self._supply = supply
+        self.flat = self.take() if flat is None else flat
+        self.what = what
+        self.sent: torch.Tensor | None = None
+        self.lost: torch.Tensor | None = None
+        self.prepared = prepared
+        self.wait, self.awaited = wait, awaited
+
+    def delay(self) -> None:
+        """Write ``flat`` when it is read for the first time, if it ever is."""
+        self.unfilled, self._memory = True, self.flat
+        del self.flat
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """``flat``, which was delayed; every other name is there, or unknown."""
+        if name != "flat" or not self.unfilled or self.what is None:
+            raise AttributeError(f"a flight has no {name}", name=name, obj=self)
+        self.unfilled, self.flat = False, self._memory
+        self.what.fill(self)
+        return self.flat
+
+    def take(self) -> torch.Tensor:
+        """Memory like ``flat``, until the flight is over."""
+        memory = self._supply()
+        self.taken.append(memory)
+        return memory
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What is remembered, by name."""
+        return self.memory.state
+
+    def is_finite(self) -> bool:
+        """Whether ``flat`` has no Inf or NaN; waits for the device."""
+        # If even the squares of the weights are finite, so are differences between them and an anchor.
+        if self.unfilled and all(math.isfinite(torch.dot(weights, weights)) for weights in self.bucket.memory()):
+            return True
+        total = self.flat.sum(dtype=torch.promote_types(self.flat.dtype, torch.float32))
+        return bool(total.isfinite()) or bool(self.flat.isfinite().all())  # A sum may overflow.
+
+    def keep(self) -> None:
+        """Keep what is sent, without the factor, by which gradients in their place are multiplied already."""
+        self.sent = self.take().copy_(self.flat)
+        what = self.what
+        if what is not None and what.in_place and "gradients" in what.reads and self.scale != 1.0:
+            self.sent.div_(self.scale)
+
+    def scratch(self, name: str) -> torch.Tensor:
+        """Memory like ``flat``, whose contents do not matter."""
+        return self.memory.buffer(name, self.flat.numel(), self.flat.dtype)
+
+    def weights(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the weights into ``flat``."""
+        return self.bucket.read_weights(flat)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        return self.bucket.views(flat)
+
+    def learning_rates(self) -> list[float]:
+        """For each parameter the learning rate of its optimizer in the step that the exchange follows.
+
+        For outer steps; others see those that optimizers have now. 0.0 where there is no optimizer.
+        """
+        return [self.model.rate_of(parameter) for parameter in self.bucket.parameters]
 
 
 class What(ABC):
@@ -174,42 +360,3 @@ class Then(ABC):
     @abstractmethod
     def fold(self, flight: Flight) -> None:
         """Take in the result, ``flight.flat``. In the thread, and on the stream, that compute."""
-
-
-@dataclass(frozen=True)
-class Every:
-    """In every ``steps``-th step: those whose number in the phase, from 1, is ``offset`` more than a multiple of it.
-
-    Args:
-        steps: from one start to the next.
-        offset: shift of the steps; negative ones start that much earlier.
-        pace: pace of a member whose steps each stand for some of the fastest one, which are counted then; None where
-            all make the same steps.
-
-    Example:
-        >>> [t for t in range(1, 10) if Every(3).due(t)], [t for t in range(1, 10) if Every(3, offset=1).due(t)]
-        ([3, 6, 9], [1, 4, 7])
-    """
-
-    steps: int = 1
-    offset: int = 0
-    pace: Pace | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_whole(1, steps=self.steps)
-        check_kind(int, "a whole number", offset=self.offset)
-
-    def due(self, t: int, shift: int = 0, stride: int = 1) -> bool:
-        """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts.
-
-        Args:
-            t: number of the step; of several that are made as one, of the last one.
-            shift: steps by which a part is later.
-            stride: how many steps are made as one.
-        """
-        return (t - self.offset - shift) % self.steps < stride
-
-    def round(self, t: int, shift: int = 0) -> int:
-        """How many times it has started in the phase up to step ``t``."""
-        begin = -self.offset - shift
-        return (t + begin) // self.steps - begin // self.steps

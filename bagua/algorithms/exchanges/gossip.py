@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, How
-from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, Flight, How
 from bagua.checks import check_flags
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec

@@ -6,20 +6,17 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bagua.algorithms.exchanges.fields import Then
-from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Flight, Then
 from bagua.algorithms.exchanges.values import Add, Blend, Replace
 from bagua.buckets import Bucket
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
-
-if TYPE_CHECKING:
-    from bagua.algorithms.exchanges.exchange import Exchange
 
 _REPLACE = Replace()
 #: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Parts
-from bagua.algorithms.exchanges.fields import How, Then, What
-from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.exchange import Exchange, Parts
+from bagua.algorithms.exchanges.fields import Flight, How, Then, What
 from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, has_two_levels, on_leaders, through_leaders
-
-if TYPE_CHECKING:
-    from bagua.algorithms.exchanges.exchange import Exchange
 
 #: All parameters at once: their results are taken in together, or not at all.
 WHOLE = Parts(1, "strided")

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every
+from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags
 

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, Then, What
-from bagua.algorithms.exchanges.flight import Flight, Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Flight, Model, Then, What
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace
 from bagua.checks import check_flags, check_kind
 from bagua.compression import MinMaxUInt8

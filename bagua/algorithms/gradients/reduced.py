@@ -7,9 +7,8 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import ByHost
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every
-from bagua.algorithms.exchanges.flight import Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags, check_whole
 from bagua.primitives import SumReducer

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, How
-from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Flight, How
 from bagua.algorithms.exchanges.values import Gradients, Replace
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup

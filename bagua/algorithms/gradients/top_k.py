@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.flight import Model
+from bagua.algorithms.exchanges.fields import Model
 from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.checks import check_numbers, check_whole
 from bagua.compression import TopK

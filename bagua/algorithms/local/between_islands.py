@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm, WithInner
-from bagua.algorithms.exchanges.exchange import Exchange, Parts
-from bagua.algorithms.exchanges.fields import Every, How, Then
-from bagua.algorithms.exchanges.flight import Flight, Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
+from bagua.algorithms.exchanges.fields import Flight, How, Model, Then
 from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.algorithms.local.local_updates import LocalUpdates

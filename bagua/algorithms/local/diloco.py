@@ -8,8 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Exchange, Parts
-from bagua.algorithms.exchanges.fields import Every
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
 from bagua.algorithms.local.local_updates import LocalUpdates

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every, Then
-from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Flight, Then
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
 from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates

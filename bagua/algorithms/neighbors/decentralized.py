@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every
+from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.gossip import Mix
 from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole

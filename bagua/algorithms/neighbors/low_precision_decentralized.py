@@ -6,9 +6,8 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Exchange
-from bagua.algorithms.exchanges.fields import Every
-from bagua.algorithms.exchanges.flight import Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.fields import Model
 from bagua.algorithms.exchanges.gossip import DifferenceMix
 from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
