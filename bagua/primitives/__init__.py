@@ -9,15 +9,13 @@ from bagua.primitives.centralized import through_leaders as through_leaders
 from bagua.primitives.digests import differ_by_rounding as differ_by_rounding
 from bagua.primitives.digests import digest_of_gradients as digest_of_gradients
 from bagua.primitives.digests import quick_digest as quick_digest
-from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
-from bagua.primitives.reducers import ErrorFeedback, SumReducer
+from bagua.primitives.reducers import ErrorFeedback, MatrixBlock, ReducerMemory, State, SumReducer
 
 if TYPE_CHECKING:
     from bagua.primitives.codec_reducers import *
-    from bagua.primitives.directions import *
     from bagua.primitives.feedback import *
+    from bagua.primitives.low_rank import *
     from bagua.primitives.neighbors import *
-    from bagua.primitives.power_sgd import *
 
 __all__ = [
     "ErrorFeedback",
@@ -36,10 +34,9 @@ __all__ = [
 _LATE = {
     "codec_reducers": ("AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer", "SparseReducer"),
     "neighbors": ("DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"),
-    "directions": ("DionReducer",),
     "feedback": ("EF21", "AveragedFeedback", "MomentumCorrection"),
-    "power_sgd": ("PowerSGDReducer",),
+    "low_rank": ("DionReducer", "PowerSGDReducer"),
 }
 _places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}
 __all__ += list(_places)
-__getattr__, __dir__ = late(__name__, {**_places, "orthonormal": f"{__name__}.power_sgd"})
+__getattr__, __dir__ = late(__name__, {**_places, "orthonormal": f"{__name__}.low_rank"})

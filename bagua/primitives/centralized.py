@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm import Communicator, ProcessGroup
-from bagua.primitives.memory import ReducerMemory, summing_dtype
-from bagua.primitives.reducers import SumReducer
+from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
 
 #: What some ranks do with a tensor of theirs, on the communicator that they share.
 _Act = Callable[[torch.Tensor, Communicator], object]

@@ -10,8 +10,7 @@ import torch
 from bagua.checks import check_flags, check_whole
 from bagua.comm import Communicator
 from bagua.compression import Codec, Metadata, check_codec
-from bagua.primitives.memory import ReducerMemory, summing_dtype
-from bagua.primitives.reducers import SumReducer
+from bagua.primitives.reducers import ReducerMemory, Remainder, SumReducer, summing_dtype
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,7 @@ class AllGatherReducer(CodecReducer):
     """
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
         metadata, exact = Metadata.of(flat), summing_dtype(flat.dtype)
@@ -156,11 +151,7 @@ class ScatterGatherReducer(CodecReducer):
     sends_sums: ClassVar[bool] = True
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """See ``SumReducer.reduce``. What the sum of a slice loses remains on the rank that added it up."""
         size, rank = communicator.size, communicator.rank
@@ -290,11 +281,7 @@ class SparseReducer(SumReducer):
             self.chosen(size).check_dtype(dtype)
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """See ``SumReducer.reduce``."""
         self.chosen(communicator.size).reduce(flat, communicator, memory, remainder)

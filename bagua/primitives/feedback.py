@@ -10,8 +10,7 @@ import torch
 from bagua.checks import check_numbers, check_whole
 from bagua.comm import Communicator
 from bagua.compression import Codec, Metadata, MinMaxUInt8, check_codec
-from bagua.primitives.memory import ReducerMemory, State, summing_dtype
-from bagua.primitives.reducers import FeedbackReducer
+from bagua.primitives.reducers import FeedbackReducer, ReducerMemory, Remainder, State, summing_dtype
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ class EF21(FeedbackReducer):
         return (State("estimate"), State("total", scope="shared", of_members=True), *average, *self.reducer.state())
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """Replace ``flat`` by the sum of all estimates; see ``SumReducer.reduce``. Nothing remains."""
         assert remainder is None, "what is lost is in the difference from the next estimate"
@@ -131,11 +126,7 @@ class AveragedFeedback(FeedbackReducer):
         return self.codec.compress(torch.zeros(memory.numel, dtype=summing_dtype(memory.dtype), device=memory.device))
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """Reduce ``flat`` plus the average; see ``SumReducer.reduce``. Nothing remains that is not fed back."""
         assert remainder is None, "what is lost stays here"
@@ -195,11 +186,7 @@ class MomentumCorrection(FeedbackReducer):
         return (State("velocity"), State("residual"), *self.reducer.state())
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """Reduce what was accumulated; see ``SumReducer.reduce``. Nothing remains that is not fed back."""
         assert remainder is None, "what is lost stays here"

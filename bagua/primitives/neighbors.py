@@ -10,7 +10,7 @@ import torch
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, followed
 from bagua.compression import Codec, Metadata
 from bagua.primitives.centralized import on_leaders
-from bagua.primitives.memory import ReducerMemory, State
+from bagua.primitives.reducers import ReducerMemory, State
 from bagua.topology import Round, Turn
 
 #: Flat memory like the tensor that is mixed, by name. ``Bucket.buffer`` is one.

@@ -1,19 +1,244 @@
-"""What a reducer is: a sum over ranks that costs less than an exact one, and may lose something on the way."""
+"""What a reducer is: a sum over ranks that costs less than an exact one, and may lose something on the way.
+
+First what it remembers of a flat tensor: declared by name, changed in one go, and the buffers to work with.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from bagua.checks import check_numbers
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError, InvalidTensorError
-from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 
+
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are added: at least single precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class State:
+    """Something that is remembered of a flat tensor from call to call, declared by the value that remembers it.
+
+    Args:
+        name: name of the state, among all that is remembered of the tensor.
+        start: the value of all elements before the first call; ``weights`` for a copy of the weights; or
+            a function of the memory that returns the tensor.
+        per: ``element``: one number for each element, in single precision at least, that belongs to the
+            element's parameter. ``flat``: anything that belongs to the flat tensor as a whole. ``family``: a set of
+            states, each under a name that begins with this one and a dot, made while training.
+        scope: ``shared``: equal on all ranks of the exchange after equally many exchanges. ``local``: of one rank.
+        of_members: True for a sum over the ranks that took part in earlier calls: it is wrong once others do.
+        narrow: True keeps it in the dtype of the tensor, where that has fewer bits than single precision.
+        device: device on which it lies, as ``cpu``; None for where the tensor does.
+    """
+
+    name: str
+    start: Literal["weights"] | float | Callable[[ReducerMemory], torch.Tensor] = 0.0
+    per: Literal["element", "flat", "family"] = "element"
+    scope: Literal["shared", "local"] = "local"
+    of_members: bool = False
+    narrow: bool = False
+    device: Literal["cpu"] | None = None
+
+
+@dataclass(frozen=True)
+class MatrixBlock:
+    """A part of a flat tensor that is the memory of a matrix, row by row.
+
+    Attributes:
+        offset: offset of its first element.
+        rows: number of rows.
+        columns: number of columns.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int) -> MatrixBlock | None:
+        """``tensor``, which is dense, as a matrix; None if it has fewer than two dimensions or elements.
+
+        The dimension with the longest stride counts the rows: the first one that is longer than 1, as a rule.
+
+        Args:
+            tensor: tensor whose memory it is.
+            offset: offset of that memory in the flat tensor, in elements.
+
+        Example:
+            >>> MatrixBlock.of(torch.zeros(1, 4, 3, 2), 10)
+            MatrixBlock(offset=10, rows=4, columns=6)
+        """
+        if tensor.dim() < 2 or tensor.numel() < 2:
+            return None
+        _, rows = max(
+            (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1
+        )
+        return cls(offset, rows, tensor.numel() // rows)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+
+class ReducerMemory:
+    """What a reducer keeps from call to call for one flat tensor: its state, and buffers.
+
+    ``SumReducer.memory`` makes one. State changes are transactional: a call of ``reduce``
+    computes the new state beside the old one, and ``settle`` puts it in force, or drops
+    it if the result is not finite.
+
+    Args:
+        communicator: provides memory that it can exchange without a copy.
+        numel: elements of the tensor.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
+        blocks: the matrices in it.
+        padding: positions of elements that belong to nothing and are zero; None if there are none.
+
+    Attributes:
+        state: state that is in force. To be saved and restored with the training.
+        declared: declarations of what ``state`` may hold, by name.
+        step: number of the training step; equal on all ranks.
+        loss_scale: factor by which the values were multiplied. State is kept free of it.
+        layout: what a reducer has found out about the tensor, for its next calls.
+        torn: reason, in words, why a change of ``state`` ended half-way; empty if none did.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        blocks: Sequence[MatrixBlock] = (),
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        self.padding = padding
+        self.numel = numel
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.blocks = tuple(blocks)
+        self.state: dict[str, torch.Tensor] = {}
+        self.declared: dict[str, State] = {}
+        self.step = 0
+        self.loss_scale = 1.0
+        self.torn = ""
+        self.layout: object = None
+        self._communicator = communicator
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._proposed: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer that keeps its contents until the next call with this name, dtype and a larger size."""
+        found = self._buffers.get((name, dtype))
+        if found is None or found.numel() < numel:
+            found = self._communicator.empty(numel, dtype=dtype, device=self.device).zero_()
+            self._buffers[name, dtype] = found
+        return found[:numel]
+
+    def clear_padding(self, flat: torch.Tensor) -> None:
+        """Make zero what belongs to nothing: a codec may have made something else of it, which must not add up."""
+        if self.padding is not None:
+            flat.index_fill_(0, self.padding, 0)
+
+    def declare(self, states: Iterable[State]) -> None:
+        """Remember more, from its start. What is declared already keeps its value."""
+        for one in states:
+            if one.name not in self.declared:
+                self.declared[one.name] = one
+                if one.per != "family":
+                    self.state[one.name] = self._start_of(one)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change ``state`` where it lies. If that ends half-way, what is there belongs to no moment of the training."""
+        try:
+            yield
+        except BaseException as error:
+            self.tear(error)
+            raise
+
+    def tear(self, error: BaseException) -> None:
+        """Note that ``error`` has ended a change of ``state`` half-way."""
+        self.torn = f"{type(error).__name__}: {error}"
+
+    def begin_again(self) -> None:
+        """Remember what there was before the first call."""
+        self.torn = ""
+        declared = list(self.declared.values())
+        self.state.clear()
+        self.declared.clear()
+        self.forget_proposals()
+        self.declare(declared)
+
+    def _start_of(self, one: State) -> torch.Tensor:
+        if callable(one.start):
+            return one.start(self)
+        start = 0.0 if one.start == "weights" else one.start  # The weights are filled in by who knows them.
+        dtype = self.dtype if one.narrow else summing_dtype(self.dtype)
+        made = torch.full((self.numel,), start, dtype=dtype, device=one.device or self.device)
+        return made.pin_memory() if made.device.type == "cpu" and self.device.type == "cuda" else made
+
+    def is_elementwise(self, name: str) -> bool:
+        """Whether ``state[name]`` has one number for each element."""
+        declared = self._declaration(name)
+        if declared.per == "family":
+            return self.state[name].shape == (self.numel,)
+        return declared.per == "element"
+
+    def shared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of what is equal on all ranks of the exchange, in an order that all have."""
+        return ((name, self.state[name]) for name in sorted(self.state) if self._declaration(name).scope == "shared")
+
+    def _declaration(self, name: str) -> State:
+        return self.declared.get(name) or self.declared[name.partition(".")[0]]
+
+    def forget_proposals(self) -> None:
+        """Drop what was proposed."""
+        self._proposed = {}
+
+    @property
+    def proposed(self) -> dict[str, torch.Tensor]:
+        """What was proposed since the last ``settle``, by name."""
+        return dict(self._proposed)
+
+    def propose(self, name: str) -> torch.Tensor:
+        """Where to write the next value of ``state[name]``."""
+        if name not in self._spare:
+            self._spare[name] = torch.empty_like(self.state[name])
+        self._proposed[name] = self._spare[name]
+        return self._proposed[name]
+
+    def settle(self, result: torch.Tensor) -> None:
+        """Put the proposed state in force if ``result`` is finite, which all ranks find alike; else drop it.
+
+        Args:
+            result: result of the call that proposed it, bitwise identical on all ranks.
+        """
+        proposed, self._proposed = self._proposed, {}
+        if not proposed:
+            return
+        finite = torch.isfinite(result.sum(dtype=summing_dtype(result.dtype)))
+        for name, value in proposed.items():
+            if self.device.type != "cpu":  # Reading the flag would wait for the device.
+                torch.where(finite, value, self.state[name], out=self.state[name])
+            elif finite:
+                self.state[name], self._spare[name] = value, self.state[name]
+
+
+#: Takes what is lost of what a rank sends; None if nobody asks for it.
+Remainder = torch.Tensor | None
 #: What every reducer takes, unless its codec takes less.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -96,11 +321,7 @@ class SumReducer(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """Replace ``flat`` by its approximate sum over the ranks of ``communicator``.
 
@@ -191,11 +412,7 @@ class ErrorFeedback(FeedbackReducer):
         return (State("residual"), *self.reducer.state())
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        communicator: Communicator,
-        memory: ReducerMemory,
-        remainder: torch.Tensor | None = None,
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """Reduce ``flat`` plus the residual; see ``SumReducer.reduce``. Nothing remains that is not fed back."""
         assert remainder is None, "what is lost stays here"
