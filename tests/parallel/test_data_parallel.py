@@ -14,8 +14,7 @@ from torch import nn
 import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.parallel.data_parallel import _moved
-from bagua.parallel.ddp_arguments import bucket_bytes_from, buffer_policy, input_device
+from bagua.parallel.data_parallel import _moved, bucket_bytes_from, buffer_policy, input_device
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.harness import (
     State,

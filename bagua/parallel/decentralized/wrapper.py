@@ -18,7 +18,7 @@ from bagua.checks import check_flags
 from bagua.comm import Group, ProcessGroup, Work
 from bagua.engine import GlobalAverage, begin_training, check_module, compare
 from bagua.errors import ConfigurationError
-from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
+from bagua.parallel.data_parallel import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.rounds import RankRounds, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
