@@ -16,8 +16,8 @@ from bagua.engine import (
 )
 from bagua.late import late
 from bagua.parallel.data_parallel import DistributedDataParallel
-from bagua.parallel.islands import come_in as come_in
 from bagua.parallel.module import BaguaModule, install_with_bagua, unwrap, with_bagua
+from bagua.parallel.module import come_in as come_in
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
