@@ -17,13 +17,12 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.buckets.layout import GradientOrder, bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
 from bagua.engine.gradients import restore_unused
-from bagua.engine.meeting import StepFailure, meet
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule import facts
 from bagua.engine.schedule.lanes import ModelLanes, describe
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
-from bagua.engine.state.agreement import compare_or_refuse
+from bagua.engine.state.agreement import StepFailure, compare_or_refuse, meet
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
 from bagua.errors import BaguaError, CommunicationError

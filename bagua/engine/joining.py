@@ -11,8 +11,7 @@ import torch
 from bagua.algorithms import Algorithm, Gradients, Sum
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.facts import is_between_steps
-from bagua.engine.state.optimizers import sendable, take_state
-from bagua.engine.state.replicas import tensors_of
+from bagua.engine.state.replicas import sendable, take_state, tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
 

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.reducer import Reducer
 from bagua.engine.state.equality import warn_of_other_settings
-from bagua.engine.state.optimizers import allreduce_optimizer_state, broadcast_optimizer_state
-from bagua.engine.state.replicas import allreduce_parameters, broadcast_parameters, ignored_parameters
+from bagua.engine.state.replicas import (
+    allreduce_optimizer_state,
+    allreduce_parameters,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    ignored_parameters,
+)
 from bagua.errors import ConfigurationError
 
 #: Called with the reducer whenever training starts, or goes on with another one.

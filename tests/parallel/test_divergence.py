@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.engine.state.agreement import gather_objects
-from bagua.engine.state.optimizers import plain
+from bagua.engine.state.replicas import plain
 from bagua.errors import BaguaError, CollectiveMismatchError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init

@@ -25,12 +25,12 @@ from bagua.comm import solo_group
 from bagua.engine.buckets.layout import GradientOrder
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.formation import Formation
-from bagua.engine.meeting import StepFailure
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Clock, Course
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state import checkpoints
+from bagua.engine.state.agreement import StepFailure
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from tests.harness import mlp, seeded
 from tests.parallel.wrapping import Loop, on_ranks

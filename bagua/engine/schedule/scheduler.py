@@ -12,9 +12,8 @@ from bagua.algorithms import OF_BUCKETS, POINTS, Exchange, Flight, How, Model, P
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
-from bagua.engine.gradients import Unused
+from bagua.engine.gradients import TOGETHER_BYTES, Arrival, Slot, Unused
 from bagua.engine.options import EngineOptions
-from bagua.engine.schedule.arrivals import TOGETHER_BYTES, Arrival, Slot
 from bagua.engine.schedule.courses import Clock, Course, memory_for, put_together
 from bagua.engine.schedule.facts import follows_gradients, gathers
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
