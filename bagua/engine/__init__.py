@@ -1,7 +1,7 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
 
 from bagua.engine.access import EngineAccess
-from bagua.engine.average import GlobalAverage
+from bagua.engine.access import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.meeting import meet as meet
 from bagua.engine.options import (

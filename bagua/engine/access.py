@@ -2,18 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
-from bagua.algorithms import AlgorithmImpl
+from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Sum
 from bagua.buckets import Bucket
 from bagua.checks import check_flags
-from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
-from bagua.engine.joining import check_joinable, join_block
+from bagua.engine.joining import Joining, check_joinable
+from bagua.engine.reducer import Reducer
+from bagua.errors import ConfigurationError
+
+
+class GlobalAverage:
+    """The model holds the mean of all ranks; at the end of a ``with`` block, its own weights again.
+
+    Made by ``bagua_global_average()`` and ``DecentralizedDataParallel.global_avg()``. If it is neither used in a
+    ``with`` block nor told to ``restore``, the mean stays, and what ranks had sent each other before
+    is not mixed in any more.
+
+    Args:
+        reducer: reducer of the model.
+        exchanges: exchanges that make the means; see ``Algorithm.closing``.
+
+    Attributes:
+        distance: the Euclidean distance of this rank's trainable parameters from the mean;
+            also ``float(average)``.
+    """
+
+    def __init__(self, reducer: Reducer, exchanges: Sequence[Exchange]) -> None:
+        self._reducer = reducer
+        self._step = reducer.phases.ending.merged_at = reducer.step
+        reducer.formation.failure.check()
+        self._suspended = reducer.scheduler.suspend()
+        self._layout = reducer.buckets
+        trained = list(reducer.formation.registration.parameters)
+        held = reducer.formation.model.buffers() if any("buffers" in one.needs for one in exchanges) else {}
+        self._tensors: list[torch.Tensor] = [*trained, *held.values()]
+        self._others = self._means(exchanges)
+        self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
+        self._swap()
+
+    @torch.no_grad()
+    def _means(self, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+        """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
+        formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
+        try:
+            formation.scheduler.once(exchanges, formation.model, formation.options, formation.phases.clock)
+            return [tensor.detach().clone() for tensor in self._tensors]
+        finally:
+            for tensor, kept in zip(self._tensors, own, strict=True):
+                tensor.copy_(kept)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for tensor, other in zip(self._tensors, self._others, strict=True):
+            before = tensor.detach().clone()
+            tensor.copy_(other)
+            other.copy_(before)
+
+    def restore(self) -> None:
+        """Give the model its own weights back, and the exchanges that were under way. Once; later calls do nothing.
+
+        Raises:
+            ConfigurationError: the mean was trained on since.
+        """
+        if not self._others:
+            return
+        if self._reducer.step != self._step:
+            self._others = []
+            raise ConfigurationError(
+                "the mean was trained on, so the weights from before cannot be restored",
+                argument="average",
+                expected="no training step before restore()",
+                seen=f"{self._reducer.step - self._step} steps",
+                advice="To go on from the mean, call bagua_finish(), or global_avg() without `with`.",
+            )
+        self._swap()
+        self._others = []
+        if self._reducer.buckets is self._layout:
+            self._reducer.scheduler.resume(self._suspended)
+
+    def __float__(self) -> float:
+        return self.distance
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        return f"GlobalAverage(distance={self.distance:.6g})"
+
+
+def _distance(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> float:
+    squares = [
+        torch.linalg.vector_norm(parameter.detach() - mean).double().square().cpu()
+        for parameter, mean in zip(parameters, means, strict=True)
+    ]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 class EngineAccess:
@@ -86,7 +178,7 @@ class EngineAccess:
         if not enable or reducer.group.size == 1:
             return nullcontext()
         check_joinable(reducer.formation.declaration, by_initial_size=divide_by_initial_world_size)
-        return join_block(engine, by_initial_size=divide_by_initial_world_size, throws=throw_on_early_termination)
+        return _join_block(engine, by_initial_size=divide_by_initial_world_size, throws=throw_on_early_termination)
 
     def bagua_finish(self) -> None:
         """Make one model of those of all ranks: the last call of training. Collective.
@@ -191,3 +283,65 @@ class EngineAccess:
     def bagua_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank."""
         self._bagua_engine.reducer.load_state_dict(state_dict)
+
+
+@contextmanager
+def _join_block(engine: BackwardHooks, *, by_initial_size: bool, throws: bool) -> Iterator[None]:
+    """At the end of this block, make the steps of the ranks that have data left. Collective.
+
+    Args:
+        engine: engine of the model.
+        by_initial_size: as for ``Joining``.
+        throws: as for ``Joining``.
+    """
+    joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
+
+    def step() -> None:
+        engine.before_step()
+        _step_without_data(engine, joining)
+
+    equality = engine.reducer.formation.equality
+    engine.reducer.compare_ranks()
+    engine.joining, before, equality.at_once = joining, equality.at_once, True
+    try:
+        yield
+        joining.follow(step)
+    finally:
+        engine.joining, equality.at_once = None, before
+        joining.close()
+        equality.paused = False
+
+
+def _step_without_data(engine: BackwardHooks, joining: Joining) -> None:
+    """Take part in a step with zeros for gradients, and with the weights as they are."""
+    reducer = engine.reducer
+    engine.enter_step()
+    _forget_gradients(reducer)
+    if not reducer.scheduler.formed:
+        reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
+        reducer.initialize_buckets()
+    reducer.begin_step()
+    if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
+        reducer.scheduler.fill_missing(reducer.scheduler.missing())
+    reducer.mark_on_complete()
+    if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
+        joining.rescale()
+        for optimizer in reducer.optimizers:
+            optimizer.step()
+    reducer.after_optimizers()
+    _forget_gradients(reducer)
+
+
+def _is_made_of_optimizers(algorithm: Algorithm) -> bool:
+    """Whether a rank whose optimizers stand still would send what is out of date.
+
+    Momenta are; and so are the weights of a host, which one of its ranks sends.
+    """
+    hosts = (one.how.over == "between" for one in algorithm.every_exchange() if isinstance(one.how, Sum))
+    return algorithm.optimizer_class is not None or any(hosts)
+
+
+def _forget_gradients(reducer: Reducer) -> None:
+    """Those of a step without data are not to be stepped with."""
+    for parameter in reducer.formation.registration.parameters:
+        parameter.grad = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
-from bagua.algorithms import Algorithm, Gradients, Sum
+from bagua.algorithms import Algorithm, Gradients
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.facts import is_between_steps
 from bagua.engine.state.replicas import sendable, take_state, tensors_of
@@ -149,76 +147,3 @@ class Joining:
             state = communicator.broadcast_object(sendable(optimizer.state_dict()) if mine else None, root)
             if not mine:
                 take_state(optimizer, state)
-
-
-class Engine(Protocol):
-    """What tells a reducer of passes, as ``BackwardHooks`` does."""
-
-    reducer: Reducer
-    joining: Joining | None
-    before_step: Callable[[], object]
-
-    def enter_step(self) -> None:
-        """A training forward begins, or a step without data."""
-
-
-@contextmanager
-def join_block(engine: Engine, *, by_initial_size: bool, throws: bool) -> Iterator[None]:
-    """At the end of this block, make the steps of the ranks that have data left. Collective.
-
-    Args:
-        engine: engine of the model.
-        by_initial_size: as for ``Joining``.
-        throws: as for ``Joining``.
-    """
-    joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
-
-    def step() -> None:
-        engine.before_step()
-        _step_without_data(engine, joining)
-
-    equality = engine.reducer.formation.equality
-    engine.reducer.compare_ranks()
-    engine.joining, before, equality.at_once = joining, equality.at_once, True
-    try:
-        yield
-        joining.follow(step)
-    finally:
-        engine.joining, equality.at_once = None, before
-        joining.close()
-        equality.paused = False
-
-
-def _step_without_data(engine: Engine, joining: Joining) -> None:
-    """Take part in a step with zeros for gradients, and with the weights as they are."""
-    reducer = engine.reducer
-    engine.enter_step()
-    _forget_gradients(reducer)
-    if not reducer.scheduler.formed:
-        reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
-        reducer.initialize_buckets()
-    reducer.begin_step()
-    if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
-        reducer.scheduler.fill_missing(reducer.scheduler.missing())
-    reducer.mark_on_complete()
-    if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
-        joining.rescale()
-        for optimizer in reducer.optimizers:
-            optimizer.step()
-    reducer.after_optimizers()
-    _forget_gradients(reducer)
-
-
-def _is_made_of_optimizers(algorithm: Algorithm) -> bool:
-    """Whether a rank whose optimizers stand still would send what is out of date.
-
-    Momenta are; and so are the weights of a host, which one of its ranks sends.
-    """
-    hosts = (one.how.over == "between" for one in algorithm.every_exchange() if isinstance(one.how, Sum))
-    return algorithm.optimizer_class is not None or any(hosts)
-
-
-def _forget_gradients(reducer: Reducer) -> None:
-    """Those of a step without data are not to be stepped with."""
-    for parameter in reducer.formation.registration.parameters:
-        parameter.grad = None
