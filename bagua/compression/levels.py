@@ -11,8 +11,7 @@ import torch
 
 from bagua.checks import check_kind
 from bagua.compression.codec import Codec, Metadata, store
-from bagua.compression.coded_blocks import CodedBlocks
-from bagua.compression.packing import mixed_seed, noise_like, pack_codes, unpack_codes
+from bagua.compression.packing import CodedBlocks, mixed_seed, noise_like, pack_codes, unpack_codes
 
 #: The values are spread over so many standard deviations.
 _REACH = 6.0

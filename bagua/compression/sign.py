@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from bagua.compression.codec import Metadata, exact_dtype, store
-from bagua.compression.coded_blocks import CodedBlocks
+from bagua.compression.packing import CodedBlocks
 
 #: Eight bytes of 0 or 255, as one integer, become one byte: keep another bit of each, and add them up in the highest.
 _ONE_BIT_OF_EACH_BYTE = int.from_bytes(bytes(1 << bit for bit in range(8)), "little", signed=True)

@@ -8,7 +8,6 @@ from bagua.topology.nodes import ranks_by_node
 if TYPE_CHECKING:
     from bagua.topology.graphs import *
     from bagua.topology.hosts import *
-    from bagua.topology.matchings import *
     from bagua.topology.names import *
     from bagua.topology.rounds import *
     from bagua.topology.topology import *
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
 #: What is there once something mixes with neighbours.
 _LATE = {
     "topology": ("Topology", "consensus_rate"),
-    "graphs": ("Complete", "Ring", "Torus"),
+    "graphs": ("AlternatingRing", "Complete", "OnePeerExponential", "Ring", "ShiftOne", "Torus"),
     "hosts": ("AlternatingExponentialRing", "Hierarchical", "weighted_by_size"),
-    "matchings": ("AlternatingRing", "OnePeerExponential", "ShiftOne"),
     "names": ("available", "create", "register"),
     "rounds": ("Edge", "Neighbours", "Round", "Turn", "check_round"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bagua.checks import check_kind
-from bagua.topology.matchings import OnePeerExponential
+from bagua.topology.graphs import OnePeerExponential
 from bagua.topology.nodes import ranks_by_node
 from bagua.topology.rounds import Edge, Round
 from bagua.topology.topology import Nodes, Topology

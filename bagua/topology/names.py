@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
-from bagua.topology.graphs import Complete, Ring, Torus
+from bagua.topology.graphs import AlternatingRing, Complete, OnePeerExponential, Ring, ShiftOne, Torus
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical
-from bagua.topology.matchings import AlternatingRing, OnePeerExponential, ShiftOne
 from bagua.topology.topology import Topology
 
 #: Prefix of names that stand for the hierarchical form of another topology.
