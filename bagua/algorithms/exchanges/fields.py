@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -79,6 +80,7 @@ class Model:
         return optimizer, optimizer.param_groups[number]
 
 
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Flight:
     """One start of one exchange, for one bucket of parameters. Made, kept and saved by the engine.
 
@@ -102,72 +104,53 @@ class Flight:
         unfilled: ``flat`` is written when it is read for the first time; see ``delay``.
         sent: a copy of what was sent, before the factor, if ``Then.start`` has kept it.
         lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.start`` wants it.
+        supply: gives memory like ``flat``.
         taken: memory like ``flat`` that it has until it is over.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
         awaited: True if ``How.run`` is waited for as soon as it returns, so that it need not return a ``Work``.
     """
 
-    __slots__ = (
-        *("_memory", "_supply", "awaited", "bucket", "diverged", "early", "finite", "flat", "loss_scale", "lost"),
-        *("memory", "model", "prepared", "rescale", "round", "scale", "sent", "step", "t", "taken", "unfilled"),
-        *("wait", "what"),
-    )
-
-    def __init__(
-        self,
-        *,
-        step: int,
-        t: int,
-        round: int,  # noqa: A002 - the word of topologies
-        loss_scale: float,
-        scale: float,
-        bucket: Bucket,
-        memory: ReducerMemory,
-        model: Model,
-        flat: torch.Tensor | None,
-        supply: Callable[[], torch.Tensor],
-        what: Any = None,
-        prepared: Any = None,
-        wait: Callable[[], object],
-        awaited: bool = False,
-    ) -> None:
-        self.step, self.t, self.round = step, t, round
-        self.loss_scale = loss_scale
-        self.scale = scale
-        self.rescale = 1.0
-        self.early = False
-        self.finite = True
-        self.diverged = False
-        self.bucket = bucket
-        self.memory = memory
-        self.model = model
-        self.unfilled = False
-        self.taken: list[torch.Tensor] = []
-        self._supply = supply
-        self.flat = self.take() if flat is None else flat
-        self.what = what
-        self.sent: torch.Tensor | None = None
-        self.lost: torch.Tensor | None = None
-        self.prepared = prepared
-        self.wait, self.awaited = wait, awaited
+    step: int
+    t: int
+    round: int
+    loss_scale: float
+    scale: float
+    bucket: Bucket
+    memory: ReducerMemory
+    model: Model
+    what: Any
+    prepared: Any
+    wait: Callable[[], object]
+    awaited: bool
+    flat: torch.Tensor
+    supply: Callable[[], torch.Tensor]
+    taken: list[torch.Tensor]
+    rescale: float = 1.0
+    early: bool = False
+    finite: bool = True
+    diverged: bool = False
+    unfilled: bool = False
+    sent: torch.Tensor | None = None
+    lost: torch.Tensor | None = None
+    _delayed: torch.Tensor = field(init=False)
 
     def delay(self) -> None:
         """Write ``flat`` when it is read for the first time, if it ever is."""
-        self.unfilled, self._memory = True, self.flat
+        self.unfilled, self._delayed = True, self.flat
         del self.flat
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """``flat``, which was delayed; every other name is there, or unknown."""
         if name != "flat" or not self.unfilled or self.what is None:
             raise AttributeError(f"a flight has no {name}", name=name, obj=self)
-        self.unfilled, self.flat = False, self._memory
+        self.unfilled, self.flat = False, self._delayed
         self.what.fill(self)
         return self.flat
 
     def take(self) -> torch.Tensor:
         """Memory like ``flat``, until the flight is over."""
-        memory = self._supply()
+        memory = self.supply()
         self.taken.append(memory)
         return memory
 

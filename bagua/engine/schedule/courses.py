@@ -168,9 +168,13 @@ class Course:
 
     def _flight(self, clock: Clock) -> Flight:
         bucket = self.bucket
-        flat = None if self.exchange.how is not None else _NOTHING
+        taken: list[torch.Tensor] = []
+        flat = _NOTHING
         if self._in_place:
             flat = bucket.allocate_gradients() if bucket.gradients is None else bucket.gradients
+        elif self.exchange.how is not None:
+            flat = self.take_buffer()
+            taken = [flat]
         return Flight(
             step=clock.step,
             t=clock.t,
@@ -181,6 +185,7 @@ class Course:
             memory=self.memory,
             model=self._model,
             flat=flat,
+            taken=taken,
             supply=self.take_buffer,
             what=self.exchange.what,
             prepared=self._prepared,
