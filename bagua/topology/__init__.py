@@ -9,16 +9,14 @@ if TYPE_CHECKING:
     from bagua.topology.graphs import *
     from bagua.topology.hosts import *
     from bagua.topology.names import *
-    from bagua.topology.rounds import *
     from bagua.topology.topology import *
 
 #: What is there once something mixes with neighbours.
 _LATE = {
-    "topology": ("Topology", "consensus_rate"),
     "graphs": ("AlternatingRing", "Complete", "OnePeerExponential", "Ring", "ShiftOne", "Torus"),
     "hosts": ("AlternatingExponentialRing", "Hierarchical", "weighted_by_size"),
     "names": ("available", "create", "register"),
-    "rounds": ("Edge", "Neighbours", "Round", "Turn", "check_round"),
+    "topology": ("Edge", "Neighbours", "Round", "Topology", "Turn", "check_round", "consensus_rate"),
 }
 _places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}
 __all__ = ["ranks_by_node"]

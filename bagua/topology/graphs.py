@@ -6,8 +6,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from bagua.topology.rounds import Edge, Round
-from bagua.topology.topology import Nodes, Topology
+from bagua.topology.topology import Edge, Nodes, Round, Topology
 
 
 class _RegularGraph(Topology):

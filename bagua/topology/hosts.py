@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from bagua.checks import check_kind
 from bagua.topology.graphs import OnePeerExponential
 from bagua.topology.nodes import ranks_by_node
-from bagua.topology.rounds import Edge, Round
-from bagua.topology.topology import Nodes, Topology
+from bagua.topology.topology import Edge, Nodes, Round, Topology
 
 
 def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
