@@ -4,9 +4,8 @@ from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16, Identity
 from bagua.compression.codec import Codec, Metadata, as_codec, register, registry
 from bagua.compression.codec import check_codec as check_codec
-from bagua.compression.levels import Int2, Int4
+from bagua.compression.levels import Int2, Int4, Sign
 from bagua.compression.minmax_uint8 import MinMaxUInt8
-from bagua.compression.sign import Sign
 from bagua.compression.top_k import BlockTopK, TopK
 
 __all__ = [

@@ -11,8 +11,7 @@ from bagua.optim.accum_adam import (
 )
 from bagua.optim.dion import DionOptimizer
 from bagua.optim.muon import Muon
-from bagua.optim.one_bit_lamb import OneBitLambOptimizer
-from bagua.optim.qadam import QAdamOptimizer
+from bagua.optim.qadam import OneBitLambOptimizer, QAdamOptimizer
 
 __all__ = [
     "AccumAdam",
