@@ -15,7 +15,7 @@ from bagua.algorithms.exchanges.fields import Point as Point
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.gradient_allreduce import *
-from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
 from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.late import late

@@ -92,7 +92,7 @@ def test_importing_bagua_does_not_import_torch() -> None:
 
 #: What a program that names no algorithm does without; most of these take longer than a thousandth of `import torch`.
 LATE = ("bagua.advise", "bagua.compression", "bagua.optim", "bagua.parallel.decentralized", "bagua.topology.graphs")
-EAGER_ALGORITHMS = {"bagua.algorithms.gradients.gradient_allreduce", "bagua.algorithms.gradients.reduced"}
+EAGER_ALGORITHMS = {"bagua.algorithms.gradients.gradient_allreduce"}
 
 LOOK_AROUND = """
 import importlib, json, sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
 from bagua.compression import MinMaxUInt8
 from bagua.primitives import ScatterGatherReducer, SumReducer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
 from bagua.compression import Int4
 from bagua.primitives import AveragedFeedback, ScatterGatherReducer, SumReducer
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Flight, Then
-from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
 from bagua.checks import check_numbers
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, State, SumReducer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.fields import Model
-from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
 from bagua.checks import check_numbers, check_whole
 from bagua.compression import TopK
 from bagua.errors import ConfigurationError
