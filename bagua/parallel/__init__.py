@@ -18,8 +18,7 @@ from bagua.late import late
 from bagua.parallel.data_parallel import DistributedDataParallel
 from bagua.parallel.module import BaguaModule, install_with_bagua, unwrap, with_bagua
 from bagua.parallel.module import come_in as come_in
-from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
-from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
+from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper, bagua_init
 
 if TYPE_CHECKING:
     from bagua.parallel.decentralized import DecentralizedDataParallel as DecentralizedDataParallel

@@ -28,7 +28,7 @@ from bagua.engine import (
     refuse_unknown,
 )
 from bagua.errors import ConfigurationError
-from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.parallel.wrappers import OverlappingWrapper
 
 #: torch's default for the size of a bucket.
 DEFAULT_BUCKET_CAP_MB = 25

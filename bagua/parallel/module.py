@@ -36,7 +36,7 @@ from bagua.engine import (
 )
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.membership import Islands
-from bagua.parallel.overlapping import DistributedModule
+from bagua.parallel.wrappers import DistributedModule
 from bagua.torch_private import do_not_compile
 
 _log = logging.getLogger("bagua")

@@ -21,7 +21,7 @@ from bagua.comm.lifetime.closer import _Closer, _closer
 from bagua.errors import PeerLostError
 from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.parallel.wrappers import OverlappingWrapper
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import (
     State,

@@ -15,7 +15,7 @@ import bagua.comm
 from bagua import env
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.parallel.decentralized.rounds import nodes_for
+from bagua.parallel.decentralized.wrapper import nodes_for
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.topology import Edge

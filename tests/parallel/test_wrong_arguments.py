@@ -10,8 +10,7 @@ from bagua import parallel
 from bagua.comm import solo_group
 from bagua.engine.reducer import BucketType, Reducer
 from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
-from bagua.parallel.switch import ModelSwitchWrapper
+from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper
 from bagua.torch_api.data_parallel import DecentralizedDataParallel, DistributedDataParallel
 
 
