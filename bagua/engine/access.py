@@ -138,10 +138,7 @@ class EngineAccess:
             self._bagua_engine.synchronize = before  # It may be another engine: of an algorithm switched to.
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """Train with another number of batches on each rank in this block. Collective.
 

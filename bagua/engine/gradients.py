@@ -155,16 +155,7 @@ class Arrival:
         waiting_bytes: bytes of these gradients.
     """
 
-    __slots__ = (
-        "_factor",
-        "bucket",
-        "fusion",
-        "pending",
-        "scale",
-        "slots",
-        "waiting",
-        "waiting_bytes",
-    )
+    __slots__ = ("_factor", "bucket", "fusion", "pending", "scale", "slots", "waiting", "waiting_bytes")
 
     def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None

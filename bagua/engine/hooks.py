@@ -167,10 +167,7 @@ class BackwardHooks:
         module: Any = reducer.module
         begins = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_will_be_loaded())
         ends = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_were_loaded())
-        loads = [
-            module.register_load_state_dict_pre_hook(begins),
-            module.register_load_state_dict_post_hook(ends),
-        ]
+        loads = [module.register_load_state_dict_pre_hook(begins), module.register_load_state_dict_post_hook(ends)]
         Wrapping.to(module).add(loads)
         self._handles += loads
         stepped = partial(_tell, self._reference, BackwardHooks.optimizer_stepped)

@@ -35,10 +35,7 @@ class BucketType(Enum):
 
 
 DEFAULT_BUCKET_BYTES = 10_000_000
-_AGREED = (
-    *("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce"),
-    "check_every",
-)
+_AGREED = ("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce", "check_every")
 
 
 class Setting(NamedTuple):

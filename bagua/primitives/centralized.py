@@ -155,12 +155,7 @@ def _scatter_gather(flat: torch.Tensor, communicator: Communicator, scratch: tor
 
 
 def reducer_sum(
-    tensor: torch.Tensor,
-    group: ProcessGroup,
-    reducer: SumReducer,
-    memory: ReducerMemory,
-    *,
-    hierarchical: bool = False,
+    tensor: torch.Tensor, group: ProcessGroup, reducer: SumReducer, memory: ReducerMemory, *, hierarchical: bool = False
 ) -> None:
     """Replace ``tensor`` by what ``reducer`` makes of its sum over all ranks, bitwise identically everywhere.
 

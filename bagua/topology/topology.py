@@ -159,8 +159,7 @@ class Round:
     def from_rows(cls, rows: Sequence[Mapping[int, float]]) -> Round:
         """A round from the weight that each rank gives to each rank, itself included; zeros may be left out."""
         return cls(
-            len(rows),
-            rows=tuple(tuple((rank, float(row[rank])) for rank in sorted(row) if row[rank]) for row in rows),
+            len(rows), rows=tuple(tuple((rank, float(row[rank])) for rank in sorted(row) if row[rank]) for row in rows)
         )
 
     @classmethod

@@ -244,10 +244,7 @@ class Registration:
         return ""
 
     def _name(self, parameter: torch.nn.Parameter | None) -> str:
-        return next(
-            (place.name for place in self._places if place.held is parameter),
-            "a parameter",
-        )
+        return next((place.name for place in self._places if place.held is parameter), "a parameter")
 
 
 def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -203,9 +203,7 @@ def _check_optimizer(optimizer: object, named: NamedParameters) -> None:
         raise _unusable("optim_fn", "an optimizer of all parameters that it is given", f"none for {', '.join(dropped)}")
     if len(held) > len(named):
         raise _unusable(
-            "optim_fn",
-            "an optimizer of the parameters that it is given",
-            f"{len(held) - len(named)} more than these",
+            "optim_fn", "an optimizer of the parameters that it is given", f"{len(held) - len(named)} more than these"
         )
 
 

@@ -24,16 +24,7 @@ from bagua.parallel.data_parallel import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.stepping import LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.wrappers import OverlappingWrapper
 from bagua.primitives import neighbour_average
-from bagua.topology import (
-    AlternatingRing,
-    Edge,
-    Neighbours,
-    Round,
-    Topology,
-    check_round,
-    create,
-    ranks_by_node,
-)
+from bagua.topology import AlternatingRing, Edge, Neighbours, Round, Topology, check_round, create, ranks_by_node
 
 #: So many rounds are compared between ranks, and looked at to see what kind they are.
 _FIRST_ROUNDS = 16
