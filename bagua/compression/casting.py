@@ -9,46 +9,7 @@ import torch
 
 from bagua.compression.codec import FLOATING, Codec, Metadata, store
 
-
-@dataclass(frozen=True)
-class Identity(Codec):
-    """The bytes of the tensor as they are: ``x' = x``, bit by bit. Takes complex numbers and integers, too.
-
-    Example:
-        >>> Identity().compressed_bytes(Metadata(10, torch.float32))
-        40
-    """
-
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (
-        *FLOATING,
-        torch.complex64,
-        torch.complex128,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    )
-
-    @property
-    def exact(self) -> bool:
-        """Nothing is lost."""
-        return True
-
-    @property
-    def contraction(self) -> float:
-        """All of it."""
-        return 1.0
-
-    def _payload_bytes(self, metadata: Metadata) -> int:
-        return metadata.numel * metadata.dtype.itemsize
-
-    def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        out[: flat.nbytes].view(flat.dtype).copy_(flat)
-
-    def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        store(data[: self._payload_bytes(metadata)].view(metadata.dtype), out, add)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Cast(Codec):
@@ -59,14 +20,34 @@ class _Cast(Codec):
         """Nearly all: what is left of rounding each element."""
         return 1.0 - float(torch.finfo(self.target).eps) ** 2
 
+    def _stored_as(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for what is stored as it is
+        return self.target
+
     def _payload_bytes(self, metadata: Metadata) -> int:
-        return metadata.numel * self.target.itemsize
+        return metadata.numel * self._stored_as(metadata.dtype).itemsize
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        out[: flat.numel() * self.target.itemsize].view(self.target).copy_(flat)
+        out[: self._payload_bytes(Metadata.of(flat))].view(self._stored_as(flat.dtype)).copy_(flat)
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        store(data[: self._payload_bytes(metadata)].view(self.target), out, add)
+        store(data[: self._payload_bytes(metadata)].view(self._stored_as(metadata.dtype)), out, add)
+
+
+@dataclass(frozen=True)
+class Identity(_Cast):
+    """The bytes of the tensor as they are: ``x' = x``, bit by bit. Takes complex numbers and integers, too.
+
+    Example:
+        >>> Identity().compressed_bytes(Metadata(10, torch.float32))
+        40
+    """
+
+    dtypes = (*FLOATING, torch.complex64, torch.complex128, *_INTEGERS, torch.bool)
+    exact = True  # Nothing is lost.
+    contraction = 1.0
+
+    def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
 
 @dataclass(frozen=True)
