@@ -299,19 +299,15 @@ class AlgorithmImpl:
             group: private to this model; when it is made for the first time, this is collective.
             step: number of the next step.
         """
-        return
 
     def safe_point(self, step: int) -> None:
         """A training forward of ``step`` begins. Weights may change in the first one: no graph of the step exists."""
-        return
 
     def settle(self) -> None:
         """End what goes on between steps, so that buckets can be taken apart; the next step begins anew. Collective."""
-        return
 
     def close(self) -> None:
         """The model is given up on this rank: end what goes on, not waiting for others. Idempotent."""
-        return
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.process_group!r}, {self.options!r})"

@@ -102,15 +102,11 @@ class PowerSGDReducer(LowRankReducer):
 
     matrix_rank: int = 4
     seed: int = 0
+    contraction = 0.0  # All of a matrix may be orthogonal to its factors.
 
     def state(self) -> tuple[State, ...]:
         """The right factors, one below the other, equal on all ranks."""
         return (State("right_factors", self._first_factors, per="flat", scope="shared"),)
-
-    @property
-    def contraction(self) -> float | None:
-        """All of a matrix may be orthogonal to its factors."""
-        return 0.0
 
     def reduce(
         self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None

@@ -134,6 +134,8 @@ class DifferenceMix(How):
     topology: str | Topology
     codec: Codec
     hierarchical: bool = False
+    uniform = False  # Each rank ends with its own estimate.
+    contraction = None  # What the codec loses of a difference comes with the next.
 
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
@@ -158,16 +160,6 @@ class DifferenceMix(How):
                 seen=f"{self.codec!r}, which may keep {contraction:.2%}",
                 advice="For fewer bits use DiLoCoAlgorithm, in which weights stay apart from what is sent.",
             )
-
-    @property
-    def uniform(self) -> bool:
-        """Each rank ends with its own estimate."""
-        return False
-
-    @property
-    def contraction(self) -> None:
-        """What the codec loses of a difference comes with the next."""
-        return None
 
     def state(self) -> tuple[State, ...]:
         """Two estimates, which the first exchange starts."""

@@ -52,17 +52,13 @@ class BetweenIslands(How):
     of_ranks: bool = False
     purpose: str = ""
     period: int = 0
+    alone = True  # An island may be one rank.
 
     def __post_init__(self) -> None:
         check_kind(Islands, "what join_islands returned", islands=self.islands)
         if not isinstance(self.inner, Sum):
             raise _refused("members that come and go have no neighbours: only sums and means", self.inner)
         _check_memory(self.inner)
-
-    @property
-    def alone(self) -> bool:
-        """An island may be one rank."""
-        return True
 
     @property
     def contraction(self) -> float | None:

@@ -251,11 +251,7 @@ class RoundMix(How):
 
     topology: Topology
     nodes: tuple[int, ...]
-
-    @property
-    def uniform(self) -> bool:
-        """Ranks mix their own weights in."""
-        return False
+    uniform = False  # Ranks mix their own weights in.
 
     def check(self, group: ProcessGroup) -> None:
         """Refuse a topology that does not exist for these ranks, or does not keep their mean."""
