@@ -60,6 +60,7 @@ class Registration:
         names: names of the trainable parameters, in the module's order.
         parameters: parameters in the same order; tied ones once, under their first name.
         every: names and parameters, with the frozen ones.
+        facts: one line for each parameter and buffer: what all ranks must have in common.
 
     Raises:
         InvalidTensorError: a parameter that cannot be trained together: sparse gradients,
@@ -84,7 +85,7 @@ class Registration:
         self._ids = frozenset(map(id, self.parameters))
         self.every, self._all = every, [parameter for _, parameter in every]
         self._flags = [parameter.requires_grad for parameter in self._all]
-        self._facts = [
+        self.facts = [
             *(
                 f"parameter {name}: shape {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
                 for name, p in every
@@ -135,11 +136,6 @@ class Registration:
     def versions(self) -> list[int]:
         """How often each trainable parameter was changed in place."""
         return [parameter._version for parameter in self.parameters]  # noqa: SLF001 - torch documents it
-
-    @property
-    def facts(self) -> list[str]:
-        """One line for each parameter and buffer: what all ranks must have in common."""
-        return self._facts
 
     def kept_by(self, later: Registration) -> dict[str, str]:
         """The parameters of which ``later`` has the same object in the same shape: the name here, and the one there.
@@ -226,9 +222,9 @@ class Registration:
             if place.table.get(place.key) is not place.held:
                 kind = "module" if isinstance(place.held, torch.nn.Module) else "tensor"
                 return f"{place.name} is another {kind} now{'' if kind == 'module' else _ASSIGNED}"
-        for parameter, flag in zip(self._all, self._flags, strict=True):
+        for (name, parameter), flag in zip(self.every, self._flags, strict=True):
             if parameter.requires_grad != flag:
-                return f"{self._name(parameter)} was {'frozen' if flag else 'unfrozen'}"
+                return f"{name} was {'frozen' if flag else 'unfrozen'}"
         return self._data_explained() or "parameters or submodules were added or removed"
 
     def _data_explained(self) -> str:
@@ -242,9 +238,6 @@ class Registration:
             if parameter.numel() != numel:
                 return f"{name} had {numel} elements and has {parameter.numel()} now"
         return ""
-
-    def _name(self, parameter: torch.nn.Parameter | None) -> str:
-        return next((place.name for place in self._places if place.held is parameter), "a parameter")
 
 
 def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
