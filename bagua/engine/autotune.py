@@ -161,11 +161,8 @@ class Autotuner:
         reducer = self._reducer
         changed = setting != reducer.formation.setting
         if changed or (fresh and not _as_cut(reducer.formation)):
-            try:
+            with reducer.giving_up():
                 reducer.formation.recut(setting)
-            except BaseException as error:
-                reducer.give_up(error)
-                raise
         self._measured, self._final = weakref.ref(reducer.buckets[0]), final
         return changed
 

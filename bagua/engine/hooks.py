@@ -270,12 +270,9 @@ class BackwardHooks:
         if (difference := reducer.formation.registration.difference()) is not None:
             self.remove_hooks()
             self._sentinels = None
-            try:
+            with reducer.giving_up():  # Without hooks nothing would be exchanged from here on.
                 reducer.formation.rebuild(difference)
                 self.create_hooks()
-            except BaseException as error:  # Without hooks nothing would be exchanged from here on.
-                reducer.give_up(error)
-                raise
         if reducer.before_step():
             self.create_hooks()
 

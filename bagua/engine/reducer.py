@@ -247,7 +247,7 @@ class Reducer:
         if formation.acts_between:
             formation.algorithm.safe_point(phases.step)
         if scheduler.has_safe_points:
-            with self._giving_up():
+            with self.giving_up():
                 scheduler.safe_point(phases.clock)
         return before != (phases.between_steps, phases.follows_gradients)
 
@@ -349,7 +349,7 @@ class Reducer:
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks, once optimizers have stepped, after steps for which that is due."""
         if self.formation.to_compare is not None:
-            with self._giving_up():
+            with self.giving_up():
                 self.formation.compare_ranks()
 
     def weights_will_be_loaded(self) -> None:
@@ -383,12 +383,12 @@ class Reducer:
             self.give_up(error)
             raise error
         self._versions = []
-        with self._giving_up():
+        with self.giving_up():
             scheduler.after_optimizers()
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
-        with self._giving_up():
+        with self.giving_up():
             self.formation.flush()
 
     def finish(self) -> None:
@@ -401,13 +401,13 @@ class Reducer:
         if not closing:
             return
         equal = are_equal(formation.registration.parameters, formation.communicator)
-        with self._giving_up():
+        with self.giving_up():
             executed.once(closing, formation.model, formation.options, self.phases.clock)
         if not equal:
             executed.weights_were_replaced()
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def giving_up(self) -> Iterator[None]:
         """What fails half-way here, others have taken in: this rank must not go on with something else."""
         try:
             yield
