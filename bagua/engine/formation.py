@@ -13,10 +13,9 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
+from bagua.comm import Communicator, Group, ProcessGroup, ReduceOp, as_group, close_with, get_default_group
 from bagua.engine.buckets.layout import GradientOrder, bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
-from bagua.engine.gradients import restore_unused
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule import facts
 from bagua.engine.schedule.lanes import ModelLanes, describe
@@ -219,15 +218,23 @@ class Formation:
     # The end of a backward pass.
 
     def restore_unused(self, without: set[str]) -> None:
-        """Give no gradient to parameters that got none on any rank.
+        """Gradients that no rank has stay None, so that optimizers skip them as without bagua. Collective.
 
         Args:
             without: names of those that got none here.
         """
         steps = 1 + facts.lag_of_gradients(self.phases.exchanges)
         unused_here = self.scheduler.unused.after(without, steps=steps)
+        # What earlier exchanges have lost is sent once, and must not be dropped.
         feeds_back = facts.brings_lost_gradients(self.phases.exchanges)
-        restore_unused(unused_here, self.model.parameters, self.communicator, feeds_back=feeds_back)
+        parameters, communicator = self.model.parameters, self.communicator
+        flags = [name not in unused_here for name in parameters]
+        place = torch.device("cpu") if "cpu" in communicator.device_types else next(iter(parameters.values())).device
+        used = torch.tensor(flags, dtype=torch.uint8, device=place)
+        communicator.allreduce(used, ReduceOp.MAX)
+        for parameter, flag in zip(parameters.values(), used.tolist(), strict=True):
+            if not flag and not (feeds_back and parameter.grad is not None and parameter.grad.any()):
+                parameter.grad = None
 
     def concern_step(self) -> None:
         """The backward pass of a step has ended in which ranks are to be compared. Collective."""

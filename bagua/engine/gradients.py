@@ -5,12 +5,11 @@ Then gradients on their way into the buckets, as they arrive in a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, ReduceOp
 from bagua.engine.buckets.layout import unusable
 from bagua.errors import ConfigurationError
 
@@ -89,31 +88,6 @@ class Unused:
         """
         self._steps = [*self._steps, without][-steps:]
         return set.intersection(*self._steps) if len(self._steps) == steps else set()
-
-
-def restore_unused(
-    unused_here: Collection[str],
-    parameters: Mapping[str, torch.nn.Parameter],
-    communicator: Communicator,
-    *,
-    feeds_back: bool,
-) -> None:
-    """Gradients that no rank has stay None, so that optimizers skip them as without bagua. Collective.
-
-    Args:
-        unused_here: names of the parameters that got no gradient on this rank.
-        parameters: all of them, by name.
-        communicator: communicator of the ranks.
-        feeds_back: True if an exchange brings what earlier ones have lost: that is sent once, and must not be dropped.
-    """
-    device = next(iter(parameters.values())).device
-    flags = [name not in unused_here for name in parameters]
-    place = torch.device("cpu") if "cpu" in communicator.device_types else device
-    used = torch.tensor(flags, dtype=torch.uint8, device=place)
-    communicator.allreduce(used, ReduceOp.MAX)
-    for parameter, flag in zip(parameters.values(), used.tolist(), strict=True):
-        if not flag and not (feeds_back and parameter.grad is not None and parameter.grad.any()):
-            parameter.grad = None
 
 
 #: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs

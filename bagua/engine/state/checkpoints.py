@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
 from bagua.engine.buckets.layout import positions_of
 from bagua.engine.formation import Formation
-from bagua.engine.state.agreement import compare_or_refuse, gather_objects
-from bagua.engine.state.saving import Remembered, compare_states, divided, other_shape, scopes_of, united
+from bagua.engine.state.agreement import compare, compare_or_refuse, gather_objects
+from bagua.engine.state.saving import Remembered, digest_of, divided, other_shape, scopes_of, shared_tensors, united
 from bagua.errors import ConfigurationError
 
 _log = logging.getLogger("bagua")
@@ -44,9 +45,12 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
 
 def digest(formation: Formation) -> str:
     """See ``EngineAccess.bagua_state_digest``. Nothing is owed to the optimizers. Collective."""
+    communicator = formation.communicator
     weights = {} if formation.declaration.ranks_differ else formation.model.parameters
-    places = formation.scheduler.places
-    return compare_states(formation.phases.step, weights, places, formation.communicator)
+    lines = [f"step {formation.phases.step}", *(f"{name}: {digest_of(weight)}" for name, weight in weights.items())]
+    lines += [f"{name}: {digest_of(tensor)}" for name, tensor in shared_tensors(formation.scheduler.places)]
+    compare(lines, communicator, "states")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check(formation: Formation, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:

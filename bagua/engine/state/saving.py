@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.comm import Communicator, as_bytes
-from bagua.engine.state.agreement import compare
+from bagua.comm import as_bytes
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.primitives import ReducerMemory
 
@@ -237,29 +236,6 @@ def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor
     for place in places:
         for name, value in place.memory.shared():
             yield f"{key_of(place, name)} of {place.names[0]}", value
-
-
-def compare_states(
-    step: int, weights: Mapping[str, torch.Tensor], places: Iterable[Holder], communicator: Communicator
-) -> str:
-    """Check that the step, ``weights`` and all shared state are equal on all ranks. Collective.
-
-    Args:
-        step: number of the next one.
-        weights: weights that must be equal, by name.
-        places: with what is remembered.
-        communicator: communicator of the ranks.
-
-    Returns:
-        A digest of all of it.
-
-    Raises:
-        CollectiveMismatchError: on all ranks, naming the first difference.
-    """
-    lines = [f"step {step}", *(f"{name}: {digest_of(weight)}" for name, weight in weights.items())]
-    lines += [f"{name}: {digest_of(tensor)}" for name, tensor in shared_tensors(places)]
-    compare(lines, communicator, "states")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_of(tensor: torch.Tensor) -> str:
