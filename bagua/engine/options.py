@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, Outer, as_algorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer, as_algorithm
 from bagua.buckets import check_align_bytes
 from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup
@@ -101,26 +101,6 @@ class EngineOptions:
     def facts(self) -> list[str]:
         """One line for each option that all ranks must have in common, but for the buckets."""
         return [f"{name}={getattr(self, name)}" for name in _AGREED]
-
-
-def chosen_algorithm(
-    algorithm: Algorithm | DistributedAlgorithm | str | None,
-    bucket_type: BucketType,
-    *,
-    hierarchical_reduce: bool,
-    decentralize_reduce: bool,
-    chunking: bool,
-) -> Algorithm:
-    """The algorithm, by name or by the flags of the documented constructor."""
-    check_kind(BucketType, "a BucketType", bucket_type=bucket_type)
-    check_flags(hierarchical_reduce=hierarchical_reduce, decentralize_reduce=decentralize_reduce, chunking=chunking)
-    if algorithm is not None:
-        return as_algorithm(algorithm)
-    if decentralize_reduce or bucket_type is not BucketType.Gradient:
-        return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
-    if chunking:
-        return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
-    return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
 
 
 def refuse_unknown(

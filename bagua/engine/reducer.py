@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import Never
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm, as_algorithm
+from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.buckets import Bucket
+from bagua.checks import check_flags, check_kind
 from bagua.comm import Group
 from bagua.engine.buckets.layout import changed_by_others, check_place, foreign, not_formed, unused
 from bagua.engine.formation import Formation
@@ -19,7 +20,6 @@ from bagua.engine.options import (
     BucketType,
     EngineOptions,
     check_module,
-    chosen_algorithm,
     optimizer_list,
     refuse_unknown,
 )
@@ -122,13 +122,16 @@ class Reducer:
             intra_comm_root_rank=intra_comm_root_rank,
             check_every=check_every,
         )
-        declaration = chosen_algorithm(
-            algorithm,
-            bucket_type,
-            hierarchical_reduce=hierarchical_reduce,
-            decentralize_reduce=decentralize_reduce,
-            chunking=chunking,
-        )
+        check_kind(BucketType, "a BucketType", bucket_type=bucket_type)
+        check_flags(hierarchical_reduce=hierarchical_reduce, decentralize_reduce=decentralize_reduce)
+        if algorithm is not None:
+            declaration = as_algorithm(algorithm)
+        elif decentralize_reduce or bucket_type is not BucketType.Gradient:
+            declaration = Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
+        elif chunking:
+            declaration = Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
+        else:
+            declaration = GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
         self.drive(Formation(module, optimizer_list(optimizers), declaration, process_group, options))
 
     @classmethod
