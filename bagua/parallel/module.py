@@ -265,7 +265,18 @@ def with_bagua(
         check_every=check_every,
     )
     group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)
-    come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers), between)
+    before: BackwardHooks | None = self.__dict__.get(_ENGINE)
+    refuse_to_switch(before)
+    refuse_in_join(before)
+    reducer = Reducer.of(self, optimizers, over, group, options)
+    average = before is not None and not before.closed
+    engine = replace_engine(before, reducer)
+    declared = reducer.formation.declaration
+    if before is not None and average and before.reducer.formation.declaration == declared:
+        _warn_of_repetition(reducer)
+    begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
+    _put_on(self, engine)
+    come_in(engine, between)
     return self
 
 
@@ -284,30 +295,6 @@ def _refuse_other_order(model: object, optimizers: object) -> None:
         seen=f"{type(model).__name__}, then {type(optimizers).__name__}",
         advice="Call with_bagua(model, optimizer, 'gradient_allreduce'), or model.with_bagua(optimizer).",
     )
-
-
-def _start(
-    module: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
-    algorithm: Algorithm | DistributedAlgorithm | str,
-    process_group: Group | None,
-    options: EngineOptions,
-    *,
-    broadcast_buffers: bool,
-) -> BackwardHooks:
-    """Put an engine on ``module``, after the one before it, if there is one, has ended. Collective."""
-    before: BackwardHooks | None = module.__dict__.get(_ENGINE)
-    refuse_to_switch(before)
-    refuse_in_join(before)
-    reducer = Reducer.of(module, optimizers, algorithm, process_group, options)
-    average = before is not None and not before.closed
-    engine = replace_engine(before, reducer)
-    declared = reducer.formation.declaration
-    if before is not None and average and before.reducer.formation.declaration == declared:
-        _warn_of_repetition(reducer)
-    begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
-    _put_on(module, engine)
-    return engine
 
 
 def _warn_of_repetition(reducer: Reducer) -> None:

@@ -201,21 +201,15 @@ class Scheduler:
         for part, bucket in buckets:
             several = lanes[exchange.label, bucket.device] if how is not None else ()
             lane = several[part % len(several)] if several else None
-            made.append(self._course(exchange, part, bucket, model, lane, prepared))
+            key = (exchange.label, id(bucket))
+            known = self._places.get(key)
+            memory = memory_for(bucket) if known is None else known.memory
+            new = [one for one in exchange.states() if one.name not in memory.declared]
+            memory.declare(new)
+            self._places[key] = course = Course(exchange, part, bucket, memory, model, lane, prepared)
+            self._note_fresh(course, new)
+            made.append(course)
         return made
-
-    def _course(
-        self, exchange: Exchange, part: int, bucket: Bucket, model: Model, lane: Lane | None, prepared: Any
-    ) -> Course:
-        key = (exchange.label, id(bucket))
-        known = self._places.get(key)
-        memory = memory_for(bucket) if known is None else known.memory
-        new = [one for one in exchange.states() if one.name not in memory.declared]
-        memory.declare(new)
-        course = Course(exchange, part, bucket, memory, model, lane, prepared)
-        self._places[key] = course
-        self._note_fresh(course, new)
-        return course
 
     def prepare(self, exchanges: Sequence[Exchange]) -> None:
         """Have exchanges that share the connections of the model make what they need. Collective."""
