@@ -95,7 +95,8 @@ CATCHES = [
 def test_no_mutant_is_forgotten():
     """The list says what the programs and the contract kill: who changes their tests may not shorten it in passing."""
     kept = Path(__file__).with_name("kills.txt").read_text(encoding="utf-8").splitlines()
-    assert [*MUTANTS, *MIRROR_MUTANTS, *(f"{breach}, by {test}" for breach, test in CATCHES)] == kept
+    names = [line.partition(", by program ")[0] for line in kept]
+    assert [*MUTANTS, *MIRROR_MUTANTS, *(f"{breach}, by {test}" for breach, test in CATCHES)] == names
 
 
 @pytest.mark.parametrize(("breach", "test"), CATCHES)
