@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Import:
     level: int
 
 
+@functools.cache
 def read_sources(root: Path) -> list[SourceFile]:
     """Parses every module below `root`, the folder of the top package."""
     files = []
