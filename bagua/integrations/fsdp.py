@@ -152,6 +152,10 @@ class _ForAllShards(How):
         return self.inner.alone
 
     @property
+    def uniform(self) -> bool:
+        return self.inner.uniform
+
+    @property
     def contraction(self) -> float | None:
         return self.inner.contraction
 
@@ -165,6 +169,9 @@ class _ForAllShards(How):
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         self.inner.check_dtype(dtype)
+
+    def check_loads(self) -> None:
+        self.inner.check_loads()
 
     def scale(self, group: ProcessGroup) -> float:
         return self.inner.scale(group)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bagua.comm
-from bagua.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
+from bagua.algorithms import BetweenIslands, DiLoCoAlgorithm, How, LocalSGDAlgorithm, Sum
 from bagua.comm import new_group, open_store
 from bagua.errors import CollectiveMismatchError, ConfigurationError
-from bagua.integrations.fsdp import exchange_shards
+from bagua.integrations.fsdp import _ForAllShards, exchange_shards
 from bagua.membership import Islands
 from bagua.membership.state import Deadlines
 from tests.harness import State, seeded
@@ -197,6 +197,31 @@ def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(
     one, two = process_ranks(2, bytes_between, 1, where), process_ranks(4, bytes_between, 2, where)
     assert one[0] >= 4 * 63 * 64
     assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
+
+
+def load_late(where: str) -> None:
+    with joined(where, own_group(SHARDS), "a run") as islands:
+        model = uneven()
+        fully_shard(model, mesh=mesh_of(SHARDS))
+        optimizer = optimizer_of(model)
+        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), between=islands)
+        saved = exchange.bagua_state_dict()
+        exchange.bagua_load_state_dict(saved)
+        train_step(model, optimizer, 1)
+        with pytest.raises(ConfigurationError, match=f"seat {islands.seat} loads weights or state"):
+            exchange.bagua_load_state_dict(saved)
+        exchange.bagua_close()
+
+
+def test_a_load_after_the_first_exchange_is_refused(process_ranks, where):
+    process_ranks(4, load_late, where)
+
+
+def test_an_exchange_for_all_shards_is_as_the_one_that_it_goes_around():
+    """What is not handed on would be as of an exact sum among ranks."""
+    own = {name for one in (Sum, BetweenIslands) for name in vars(one) if name in vars(How)}
+    handed_on = set(vars(_ForAllShards)) | {"prepare", "blocking", "side_by_side"}  # It waits, for one at a time.
+    assert {name for name in own if not name.startswith("__")} - {"_abc_impl"} <= handed_on
 
 
 def refused(where: str) -> None:
