@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bagua.comm.group import solo_group
 from bagua.comm.torch_backend.group import TorchGroup
-from bagua.comm.torch_backend.starter import CallStarter
+from bagua.comm.torch_backend.starter import CallStarter, Connected
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork, in_callback
 from bagua.comm.work import Work, joined
 from bagua.errors import CommunicatorClosedError, InvalidTensorError, PeerLostError
@@ -93,6 +93,19 @@ def test_tensors_of_other_devices_go_to_their_backend() -> None:
     near = torch.ones(3)
     assert group.allreduce([near]).wait()
     assert recorder.called == []
+
+
+def test_a_barrier_of_devices_is_among_the_members_there_are_now() -> None:
+    before, now, cpu = Recorder(), Recorder(), Recorder()
+    for one in (before, now, cpu):
+        one.timeout_s, one._set_default_timeout = 5.0, lambda _: None
+    group = TorchGroup(dist.HashStore(), CallStarter(solo_group(), cpu, {"cuda": before}))
+    options = dist.BarrierOptions()
+    options.device_ids = [0]
+    assert group.barrier(options) == "work of barrier"
+    group._starter.renew(Connected(dist.HashStore(), solo_group(), cpu, {"cuda": now}))
+    assert group.barrier(options) == "work of barrier"
+    assert (before.called, now.called) == (["barrier"], ["barrier"])
 
 
 def test_lists_of_different_lengths_are_refused() -> None:

@@ -391,7 +391,7 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.BarrierOptions, "opts", "timeout", anywhere=True)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks are here; a barrier of the devices if the caller names them."""
-        if opts.device_ids and (other := self._starter.torch_backends.get("cuda")):
+        if opts.device_ids and (other := self._starter.backends.get("cuda")):
             return other.barrier(opts)
         return self._make(opts, [], Communicator.barrier)
 

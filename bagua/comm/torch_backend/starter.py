@@ -98,7 +98,8 @@ class CallStarter:
 
     Attributes:
         messages: makes the calls between two ranks.
-        torch_backends: the stand-in and the other backends, as torch registers them, by device type.
+        backends: who serves the tensors of other devices now.
+        torch_backends: the stand-in and the first other backends, as torch registers them, by device type.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class CallStarter:
         self.messages = members.global_communicator
         self.messages.share()  # Threads may share a group of torch.
         self._stand_in = stand_in
-        self._backends = dict(backends)
+        self.backends = dict(backends)
         self.callbacks: CallbackThread | PlainFutures = (
             CallbackThread(f"bagua-{members.label}-callbacks") if self._options.ordered_callbacks else PlainFutures()
         )
@@ -164,12 +165,12 @@ class CallStarter:
         if tensor.is_cpu:
             return self._stand_in if tag or tensor.layout is torch.sparse_coo else None
         try:
-            return self._backends[tensor.device.type]
+            return self.backends[tensor.device.type]
         except KeyError:
             raise InvalidTensorError(
                 "backend bagua does not serve this device",
                 argument="tensor",
-                expected=f"a tensor on {' or '.join(['cpu', *self._backends])}",
+                expected=f"a tensor on {' or '.join(['cpu', *self.backends])}",
                 seen=tensor.device,
                 advice="CUDA tensors need a build of torch with NCCL, and a GPU.",
             ) from None
@@ -211,28 +212,28 @@ class CallStarter:
 
     def start_coalescing(self, device: torch.device) -> None:
         """Collect what the calling thread starts for ``device`` from now on."""
-        if device.type in self._backends:
-            start_coalescing(self._backends[device.type])
+        if device.type in self.backends:
+            start_coalescing(self.backends[device.type])
         else:
             self._coalesced[threading.get_ident()] = []
 
     def end_coalescing(self, device: torch.device) -> Any:
         """One work of all that was collected."""
-        if device.type in self._backends:
-            return end_coalescing(self._backends[device.type])
+        if device.type in self.backends:
+            return end_coalescing(self.backends[device.type])
         works = self._coalesced.pop(threading.get_ident(), None)
         # Messages may be among them.
         return TorchWork(joined(works, None) if works else None, [], self.callbacks, is_message=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default deadline of all later calls."""
-        for backend in {*self.torch_backends.values(), *self._backends.values()}:
+        for backend in {*self.torch_backends.values(), *self.backends.values()}:
             set_default_timeout(backend, timeout)
 
     def abort(self, reason: str) -> None:
         """Break all connections, from any thread."""
         self.members.abort(reason)
-        for backend in self._backends.values():
+        for backend in self.backends.values():
             with contextlib.suppress(RuntimeError):  # Without a connection there is nothing to abort.
                 backend.abort()
 
@@ -248,6 +249,6 @@ class CallStarter:
     def shutdown(self) -> None:
         """Close, and shut down the backends of torch."""
         self.close()
-        for backend in self._backends.values():
+        for backend in self.backends.values():
             with contextlib.suppress(RuntimeError):
                 backend.shutdown()
