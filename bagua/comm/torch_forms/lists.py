@@ -175,7 +175,7 @@ def scaled(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         InvalidReduceOpError: another dtype.
 
     Example:
-        >>> import torch
+        >>> from bagua.comm.torch_private import make_premul_sum
         >>> scaled(make_premul_sum(0.5), [torch.ones(2)])
         [tensor([0.5000, 0.5000])]
     """
