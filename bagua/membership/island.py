@@ -48,7 +48,6 @@ class Island:
 
     Attributes:
         rank: number of this process in the island.
-        leads: True if this rank decides.
         size: ranks of the island.
     """
 
@@ -56,8 +55,12 @@ class Island:
         self._group = group
         self._acts = acts
         self.rank = 0 if group is None else group.rank
-        self.leads = self.rank == 0
         self.size = 1 if group is None else group.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == 0
 
     # On the first rank.
 

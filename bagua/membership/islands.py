@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -41,7 +41,7 @@ from bagua.membership.epochs import Epoch
 from bagua.membership.island import Island, different, require_same
 from bagua.membership.pace import Announced
 from bagua.membership.participant import Participant
-from bagua.membership.state import Attempt, Deadlines, MemberState, Training, take_seat
+from bagua.membership.state import Attempt, Deadlines, MemberState, Samples, Training, take_seat
 
 _log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
@@ -283,11 +283,8 @@ class Islands:
         self._history.append(told)
         error.advice = f"{error.advice} {told}"
 
-    def deal_out(self, samples: Any) -> None:
+    def deal_out(self, samples: Samples) -> None:
         """Agree on samples in each exchange.
-
-        Args:
-            samples: an ``ElasticSampler``.
 
         Raises:
             ConfigurationError: training has begun, or others are dealt out.
@@ -443,7 +440,9 @@ def join_islands(
             seen="neither",
             advice="Start a store with: baguarun --serve-islands",
         )
-    check_whole(1, **{one: value for one, value in (("size", size), ("minimum", minimum)) if value is not None})
+    for option, value in (("size", size), ("minimum", minimum)):
+        if value is not None:
+            check_whole(1, **{option: value})
     check_kind((str, type(None)), "a word", name=name)
     if size is not None and minimum is not None and minimum > size:
         raise ConfigurationError(

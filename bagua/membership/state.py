@@ -265,6 +265,32 @@ class Training(Protocol):
         """Number of the last step."""
 
 
+class Samples(Protocol):
+    """What deals out samples, as ``ElasticSampler`` does."""
+
+    @property
+    def fact(self) -> str:
+        """What all islands have in common."""
+
+    def begin(self) -> None:
+        """This island has come in."""
+
+    def said(self) -> int:
+        """How many samples this rank has drawn since the last exchange."""
+
+    def hear(self, said: Mapping[int, int]) -> None:
+        """What all have said, by seat, if the exchange comes to count."""
+
+    def settle(self) -> None:
+        """The exchange counts."""
+
+    def give(self) -> dict[str, Any]:
+        """What a newcomer needs."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Begin where the others are."""
+
+
 class MemberState:
     """What one rank of an island knows of itself and of the others. All else reads and writes it here.
 
@@ -313,7 +339,7 @@ class MemberState:
         self.trouble = ""
         self.has_left = False
         self.training: Training | None = None
-        self.samples: Any = None  # An ``ElasticSampler``, which is made of islands.
+        self.samples: Samples | None = None
         self.pace = Pace(seat)
         self.standing: Standing | None = None
         self.link: tuple[Epoch, ProcessGroup] | None = None
