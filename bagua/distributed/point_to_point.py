@@ -140,7 +140,8 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[TorchWork]:
     """Start all messages, in any order of sends and receives, or none if one of them is refused.
 
-    Unlike torch's, NCCL does not start them as one call.
+    Unlike torch's, NCCL does not start them as one call. Between two ranks NCCL makes one message after the other, and
+    connects two ranks in their first. So ranks start pair by pair, in one order, and of a pair one rank sends first.
     """
     check_kind(list, "a list of P2POp", p2p_op_list=p2p_op_list)
     for op in p2p_op_list:
@@ -150,8 +151,18 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[TorchWork]:
             _check_message(communicator, op.tensor, op.group_peer, "peer", op.tag)
             if op.op is irecv:
                 communicator.intake.in_place(op.tensor, "tensor", keep=False)
-    started = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in p2p_op_list]
-    return [work for work in started if work is not None]
+    started = {
+        place: op.op(op.tensor, None, op.group, op.tag, op.group_peer)
+        for place, op in sorted(enumerate(p2p_op_list), key=lambda found: _turn(found[1]))
+    }
+    return [work for _, work in sorted(started.items()) if work is not None]
+
+
+def _turn(op: P2POp) -> tuple[int, int, bool]:
+    """The lower rank of a pair, the higher one, and whether the message is the second of both."""
+    communicator = communicator_of(op.group)
+    rank = communicator.ranks[communicator.rank] if communicator else -1
+    return min(rank, op.peer), max(rank, op.peer), (op.op is irecv) == (rank < op.peer)
 
 
 def send_object_list(

@@ -1,6 +1,7 @@
 """Names, arguments and errors: torch's where they can be, typed refusals where they cannot."""
 
 import inspect
+import re
 import threading
 import time
 from datetime import timedelta
@@ -284,6 +285,29 @@ def refuse_part_of_a_batch():
 
 def test_a_batch_is_refused_before_its_first_message_is_sent(thread_ranks):
     assert thread_ranks(2, refuse_part_of_a_batch) == [5.0, 5.0]
+
+
+def start_a_batch():
+    """What a rank receives in a ring in which all ask first, and in which order its messages start."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.zeros(1)
+    ops = [dist.P2POp(dist.irecv, received, (rank - 1) % size),
+           dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % size)]  # fmt: skip
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        work.wait()
+    started = bagua.comm.get_default_group().global_communicator.history()[-2:]
+    return received.item(), [re.sub(r"#\d+ (\w+)\(.* peer (\d)\)", r"\1 \2", text) for text in started]
+
+
+def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(thread_ranks):
+    """NCCL makes one message of a pair after the other, and connects a pair in its first: any circle would hang."""
+    assert thread_ranks(2, start_a_batch) == [(1.0, ["send 1", "recv 1"]), (0.0, ["recv 0", "send 0"])]
+    assert thread_ranks(3, start_a_batch) == [
+        (2.0, ["send 1", "recv 2"]),
+        (0.0, ["recv 0", "send 2"]),
+        (1.0, ["send 0", "recv 1"]),
+    ]
 
 
 # PREMUL_SUM, which torch has on NCCL only: each rank multiplies its input before all are added.
