@@ -29,7 +29,7 @@ from bagua.comm import serve_store_at
 from bagua.comm.store.serving import serve_store
 from bagua.testing import PRELOADED, ProcessRanks, RankPool, ThreadRanks
 from tests.interpreters import interpreter, spare_the_collector
-from tests.versions import leave_out_what_gloo_prints, nccl_ranks
+from tests.versions import leave_out_what_gloo_prints
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -45,7 +45,7 @@ _SIZE = 6
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
 #: Fixtures whose ranks are those of one transport.
 _POOLS = {"threads": "thread_pool", "gloo": "process_pool", "shm": "shm_pool"}
-_WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
+_WITH_SEVERAL_RANKS = ("threads", "shm", "gloo")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -129,8 +129,6 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
         return request.getfixturevalue("thread_pool")
     if request.param == "shm":
         return request.getfixturevalue("shm_pool")
-    if request.param == "nccl":
-        return ProcessRanks(nccl_ranks(), backend="nccl")
     return request.getfixturevalue("process_pool")
 
 
