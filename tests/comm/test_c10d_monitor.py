@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,14 +25,26 @@ from tests.harness import until
 
 
 class StreamWork:
-    """A work whose wait makes a stream wait, and returns at once."""
+    """A work whose wait makes a stream wait, and returns at once.
+
+    Attributes:
+        meanwhile: what happens during a wait that holds the host.
+        let_go: names of threads that dropped such works.
+    """
+
+    let_go: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         self.completed = False
         self.waits = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def __del__(self) -> None:
+        self.let_go.append(threading.current_thread().name)
 
     def wait(self) -> bool:
         self.waits += 1
+        self.meanwhile()
         return True
 
     def is_completed(self) -> bool:
@@ -51,6 +64,8 @@ class StreamBackend:
         self.works.append(StreamWork())
         return self.works[-1]
 
+    recv = send = allreduce
+
     def abort(self) -> None:
         self.ended.append("abort")
 
@@ -61,6 +76,7 @@ class StreamBackend:
 
 class StreamGroup(NcclGroup):
     device_types = frozenset({"cpu"})
+    connects_late = False  # The ranks of most tests call one at a time.
 
     def _create(self, store: Any, members: Any) -> Any:
         return StreamBackend()
@@ -152,6 +168,71 @@ def test_completed_works_are_forgotten(ranks: list[Rank], monitor: Monitor) -> N
     rank.backend.works[0].completed = True
     until(lambda: not monitor._watched)
     assert rank.comm.usable
+
+
+def test_the_monitor_never_drops_a_work_itself(monitor: Monitor) -> None:
+    """To drop one may wait for the device, which waits for a call that nobody but the monitor would end."""
+    failures: Any = SimpleNamespace(broken=False, peers_left=lambda: False)
+    StreamWork.let_go.clear()
+    for _ in range(20):
+        work = StreamWork()
+        monitor.watch(StreamWatch(failures, (work,), 20.0))
+        work.completed = True
+        del work
+        until(lambda: not monitor._watched)
+    assert set(StreamWork.let_go) == {"MainThread"}
+    assert len(StreamWork.let_go) == 19, "the last one is let go by the next call"
+
+
+def test_a_call_that_is_ended_while_it_holds_the_host_says_so(ranks: list[Rank]) -> None:
+    """As a barrier of NCCL does."""
+    rank = ranks[0]
+    work = rank.comm.allreduce(torch.ones(2), async_op=True, timeout=0.05)
+    rank.backend.works[0].meanwhile = lambda: until(lambda: rank.backend.ended == ["abort"])
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait()
+
+
+# The first call connects ranks, which holds the host.
+
+
+@pytest.fixture
+def late_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    monkeypatch.setattr(StreamGroup, "connects_late", True)
+    return request.getfixturevalue("ranks")
+
+
+CALLS: dict[str, Callable[[Communicator, float], Any]] = {
+    "allreduce": lambda comm, timeout_s: comm.allreduce(torch.ones(2), async_op=True, timeout=timeout_s),
+    "recv": lambda comm, timeout_s: comm.recv(torch.ones(2), 1, async_op=True, timeout=timeout_s),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_rank_that_never_comes_to_the_first_call_is_named(late_ranks: list[Rank], kind: str) -> None:
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        CALLS[kind](late_ranks[0].comm, 0.2)
+    assert caught.value.peers == (1,)
+    assert late_ranks[0].backend.works == [], "nothing of torch's was started, where no deadline counts"
+    assert not late_ranks[0].comm.usable
+
+
+def test_a_rank_that_left_before_the_first_call_ends_it(late_ranks: list[Rank]) -> None:
+    late_ranks[1].comm.abort("its loss is not finite")
+    with pytest.raises(PeerLostError, match="its loss is not finite"):
+        late_ranks[0].comm.allreduce(torch.ones(2), timeout=60.0)
+
+
+def test_ranks_meet_once_for_all_and_once_for_each_pair(late_ranks: list[Rank]) -> None:
+    one, other = (rank.comm for rank in late_ranks)
+    with ThreadPoolExecutor(2) as threads:
+        for first, second in ((CALLS["allreduce"], CALLS["allreduce"]),
+                              (CALLS["recv"], lambda comm, _: comm.send(torch.ones(2), 0, async_op=True))):  # fmt: skip
+            for started in [threads.submit(first, one, 60.0), threads.submit(second, other, 60.0)]:
+                started.result(60.0)
+    for call in CALLS.values():
+        call(one, 60.0)
+    assert len(late_ranks[0].backend.works) == 4, "alone, and without a wait"
 
 
 def test_closing_shuts_the_backend_down_and_does_not_wait_for_others(ranks: list[Rank]) -> None:

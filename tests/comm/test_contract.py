@@ -63,7 +63,7 @@ class TestNccl(TransportContract):
     adds_in_float32 = False
     keeps_apart = False
     receives_from_any = False
-    names_the_dead = names_the_late = False  # untried
+    names_the_dead = False  # untried
     blocks_host = False
     deadline_s = 1.5  # untried with less
 

@@ -243,6 +243,8 @@ class TransportContract:
     def test_the_facts_of_a_timeout(self, pool: RankPool) -> None:
         self.need("can_lose_ranks")
         errors = pool.run(failures.time_out_with_facts, self.deadline_s, size=self.size)
+        if not self.blocks_host:  # Who came late learns it from a later call.
+            del errors[failures.CULPRIT]
         timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
         assert timeouts
         # Ranks start their calls at different moments; the rank that began first waits the whole deadline.

@@ -109,6 +109,7 @@ class BackendGroup(ABC):
         executor: see ``Transport``.
         overlaps: see ``Transport``.
         on_stream: works complete on the device's stream instead of in a host thread.
+        connects_late: ranks connect in their first call, which holds the host until all of them have come.
     """
 
     abilities: Abilities
@@ -116,6 +117,7 @@ class BackendGroup(ABC):
     executor: Literal["caller", "thread", "stream"] = "thread"
     overlaps = False
     on_stream = False
+    connects_late = False
 
     def __init__(self, name: str, store: Store, membership: Membership) -> None:
         self.name = name
@@ -207,11 +209,14 @@ class NcclGroup(BackendGroup):
     )
     device_types = frozenset({"cuda"})
     executor = "stream"
-    on_stream = True
+    on_stream = connects_late = True
+
+    #: Torch's watchdog comes so much later than ``Monitor``: its end of a call takes long, and names nobody.
+    _AFTER_THE_MONITOR_S = 60.0
 
     def _create(self, store: Store, membership: Membership) -> Any:
         env.prefer_nccl_clean_up()
-        options = nccl_options(as_timedelta(membership.timeout_s))
+        options = nccl_options(as_timedelta(membership.timeout_s + self._AFTER_THE_MONITOR_S))
         return dist.ProcessGroupNCCL(store, membership.rank, membership.size, options)
 
     def break_connections(self) -> None:

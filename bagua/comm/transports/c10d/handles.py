@@ -280,6 +280,7 @@ class StreamHandle(C10dHandle):
                 work.wait()
             except RuntimeError as error:
                 raise self._failures.failed(error, self.elapsed_s(), self._timeout_s) from error
+        self._failures.check_usable()  # Again: a barrier holds the host, also one that was ended meanwhile.
 
     def settle(self, limit_s: float = 1.0) -> None:  # noqa: ARG002
         return  # An aborted communicator writes nothing.
@@ -421,6 +422,9 @@ class Monitor:
         self._poll_s = poll_s
         self._notice_poll_s = notice_poll_s
         self._watched: list[StreamWatch] = []
+        #: Let go by those who start calls. To drop a work destroys events of CUDA, for which this thread might wait
+        #: while another copies the result of a call from the device: and nobody would end that call.
+        self._over: list[StreamWatch] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -429,17 +433,19 @@ class Monitor:
     def disown(self) -> None:
         """In a forked child, which has no such thread: its parent watches."""
         self._changed = threading.Condition()
-        self._watched = []
+        self._watched, self._over = [], []
         self._thread = None
 
     def watch(self, call: StreamWatch) -> None:
         """Look after ``call`` until it is complete."""
         with self._changed:
+            over, self._over = self._over, []
             self._watched.append(call)
             if self._thread is None and not self._stopped:
                 # It fails where there may be no more threads; the next call tries again.
                 self._thread = daemon("bagua-monitor", self._run)
             self._changed.notify()
+        del over  # Without the lock, which this thread could hold for long.
 
     def _run(self) -> None:
         asked = time.monotonic()
@@ -451,11 +457,13 @@ class Monitor:
                     return
                 calls = list(self._watched)
             ask = time.monotonic() - asked >= self._notice_poll_s
-            done = {id(call) for call in calls if call.is_over(ask)}
+            over = [call for call in calls if call.is_over(ask)]
             if ask:
                 asked = time.monotonic()
             with self._changed:
-                self._watched = [call for call in self._watched if id(call) not in done]
+                self._over += over
+                self._watched = [call for call in self._watched if call not in over]
+                del calls, over  # Or this thread would be the last to let go.
                 self._changed.wait_for(lambda: self._stopped, self._poll_s)
 
     def stop(self) -> None:
@@ -463,6 +471,7 @@ class Monitor:
         with self._changed:
             self._stopped = True
             self._watched.clear()
+            self._over.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(1.0)

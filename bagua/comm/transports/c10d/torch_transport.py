@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,13 +20,15 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.long_wait import LongWait
+from bagua.comm.store.keys import wait_for_keys
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
 from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
 from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.errors import TransportUnavailableError
+from bagua.errors import BaguaError, TransportUnavailableError
 
 #: Calls under way from which on those that are complete are looked for among them.
 _SWEEP_AT = 16
@@ -38,13 +41,15 @@ _NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
 class _Channel:
     """One backend and what is needed to start calls on it."""
 
-    __slots__ = ("collective", "group", "message", "start", "takes_messages")
+    __slots__ = ("collective", "group", "message", "met", "start", "takes_messages")
 
     def __init__(self, group: BackendGroup, waiters: Waiters) -> None:
         self.group = group
         lowering = Lowering(group.group, group.rank, group.size, group.abilities)
         self.start = lowering.start
         self.takes_messages = lowering.takes_messages
+        #: Among whom the first call was made already, where that connects them: a pair, or, with the name "", all.
+        self.met: set[str] | None = set() if group.connects_late else None
         self.collective: Callable[..., C10dHandle] = StreamHandle if group.on_stream else HostHandle
         self.message = self.collective if group.on_stream else functools.partial(HostHandle, waiters=waiters)
 
@@ -132,23 +137,49 @@ class C10dTransport(Transport):
             if found is None:
                 return self._start_staged(call, source, target, timeout_s, asynchronous)
             channel = found
+        if channel.met is not None:
+            self._meet(call, channel.met, timeout_s)
         try:
             if target is None or not target.is_inference():
                 works, finish = channel.start(call, source, target, timeout_s)
             else:
                 with torch.inference_mode():  # torch guards tensors that were made in it
                     works, finish = channel.start(call, source, target, timeout_s)
-        except NotImplementedError as error:
-            raise self._unable(call, error) from error
         except RuntimeError as error:
-            failed = self.failures.failed(error, 0.0, timeout_s)
-            raise (self._on_one_gpu() if any(said in str(error) for said in _ON_ONE_GPU) else failed) from error
+            raise self._failed(call, error, timeout_s) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
         handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
         handle.call = call
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
+
+    def _meet(self, call: Call, met: set[str], timeout_s: float) -> None:
+        """Wait until the others, too, are about to connect: inside torch no deadline would end that."""
+        pair = sorted((self.rank, call.root)) if call.kind in ("send", "recv") else []
+        name = "-".join(map(str, pair))
+        if name in met or (pair and call.root < 0):
+            return
+        store, members, started = self.membership.store, pair or range(self.size), time.monotonic()
+        store.set(f"met/{name}/{self.rank}", "")
+        keys = [f"met/{name}/{member}" for member in members]
+        wait = LongWait(judge=self.failures.judge)
+
+        def meanwhile() -> bool:
+            if wait.is_over():
+                self.failures.warn_of(wait)
+            if (trouble := wait.trouble()) is not None:
+                raise trouble
+            return self.failures.broken or self.failures.peers_left()
+
+        there = wait_for_keys(store, keys, started + timeout_s, meanwhile)
+        self.failures.check_usable()
+        elapsed_s = time.monotonic() - started
+        if not there:
+            raise self.failures.timed_out(elapsed_s, timeout_s, peer=call.root if pair else None)
+        if self.failures.peers_left():
+            raise self.failures.failed(ConnectionError("a peer left"), elapsed_s, timeout_s)
+        met.add(name)
 
     def _start_staged(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Tensors of a device that no backend takes travel by way of the CPU."""
@@ -175,14 +206,15 @@ class C10dTransport(Transport):
             self._sweep_at = max(2 * len(self._outstanding), _SWEEP_AT)
         handle.unattended()
 
-    def _unable(self, call: Call, error: Exception) -> TransportUnavailableError:
-        return TransportUnavailableError(
-            f"backend {self.name} cannot do {call.kind}: {error}",
-            rank=self._global_rank,
-            advice="Use another backend for this communicator.",
-        )
-
-    def _on_one_gpu(self) -> TransportUnavailableError:
+    def _failed(self, call: Call, error: RuntimeError, timeout_s: float) -> BaguaError:
+        """What to raise for what torch raised when ``call`` was to be started."""
+        if isinstance(error, NotImplementedError):
+            problem = f"backend {self.name} cannot do {call.kind}: {error}"
+            advice = "Use another backend for this communicator."
+            return TransportUnavailableError(problem, rank=self._global_rank, advice=advice)
+        failed = self.failures.failed(error, 0.0, timeout_s)
+        if not any(said in str(error) for said in _ON_ONE_GPU):
+            return failed
         return TransportUnavailableError(
             "several ranks use one GPU, and NCCL connects one rank for each GPU",
             rank=self._global_rank,
