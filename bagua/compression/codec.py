@@ -240,11 +240,6 @@ def register(name: str, codec: type[Codec]) -> None:
         raise ConfigurationError("another codec has this name", argument="name", expected="a new name", seen=repr(name))
 
 
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what blocks of ``dtype`` have in common: at least single precision."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def align(nbytes: int) -> int:
     """``nbytes``, rounded up to a size of which several can lie side by side."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

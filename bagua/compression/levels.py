@@ -5,7 +5,6 @@ Then one bit: the sign of an element; one magnitude for each block.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -13,9 +12,16 @@ from typing import ClassVar
 
 import torch
 
-from bagua.checks import check_kind
-from bagua.compression.codec import Codec, Metadata, exact_dtype, store
-from bagua.compression.packing import CodedBlocks, mixed_seed, noise_like, pack_codes, unpack_codes
+from bagua.compression.codec import Metadata, store
+from bagua.compression.packing import (
+    CodedBlocks,
+    SeededBlocks,
+    exact_dtype,
+    mixed_seed,
+    noise_like,
+    pack_codes,
+    unpack_codes,
+)
 
 #: The values are spread over so many standard deviations.
 _REACH = 6.0
@@ -28,7 +34,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True)
-class _Levels(CodedBlocks):
+class _Levels(SeededBlocks):
     """What ``Int4`` and ``Int2`` have in common: a table of values for each block, and the number of one for each."""
 
     block_numel: int = 4096
@@ -36,24 +42,6 @@ class _Levels(CodedBlocks):
 
     #: Some forty operations work on each piece: to start them costs more than what no longer fits in the cache.
     times_cached: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
-
-    @property
-    def numbers_per_block(self) -> int:
-        """A value for each code."""
-        return 1 << self.bits
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether it rounds at random."""
-        return self.seed is not None
-
-    def for_draw(self, *numbers: int) -> Codec:
-        """The codec that rounds with other random numbers, if it does so at all."""
-        return self if self.seed is None else dataclasses.replace(self, seed=mixed_seed(self.seed, *numbers))
 
     @property
     def contraction(self) -> float:
@@ -69,7 +57,7 @@ class _Levels(CodedBlocks):
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         scratch = _Scratch(flat.device)
-        for number, (rows, tables, packed) in enumerate(self._groups(flat, out, Metadata.of(flat))):
+        for number, (rows, tables, packed) in enumerate(self._pieces(flat, *self._split(out, Metadata.of(flat)))):
             if self.seed is None:
                 codes = _classify(rows, tables, scratch)
             else:
@@ -78,7 +66,7 @@ class _Levels(CodedBlocks):
             packed.copy_(pack_codes(codes, self.bits))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        for rows, tables, packed in self._groups(out, data, metadata):
+        for rows, tables, packed in self._pieces(out, *self._split(data, metadata)):
             codes = unpack_codes(packed, self.bits)[:, : rows.shape[1]]
             store(torch.gather(tables, 1, codes.long()), rows, add)
 
@@ -113,6 +101,7 @@ class Int4(_Levels):
     """
 
     bits: ClassVar[int] = 4
+    numbers_per_block: ClassVar[int] = 16
 
 
 @dataclass(frozen=True)
@@ -134,6 +123,7 @@ class Int2(_Levels):
     """
 
     bits: ClassVar[int] = 2
+    numbers_per_block: ClassVar[int] = 4
 
 
 class _Scratch:
@@ -292,14 +282,14 @@ class Sign(CodedBlocks):
         return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        for rows, magnitudes, packed in self._groups(flat, out, Metadata.of(flat)):
+        for rows, magnitudes, packed in self._pieces(flat, *self._split(out, Metadata.of(flat))):
             magnitudes.copy_(_mean_magnitude(rows))
             magnitudes.masked_fill_(magnitudes.isinf(), torch.nan)
             packed.copy_(_pack_signs(rows))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         dtype = exact_dtype(metadata.dtype)
-        for rows, magnitudes, packed in self._groups(out, data, metadata):
+        for rows, magnitudes, packed in self._pieces(out, *self._split(data, metadata)):
             exact = magnitudes.to(dtype)
             if rows.dtype == dtype and rows.shape[1] % 8 == 0 and not add:  # A pass less over the memory.
                 _unpack_signs(packed, dtype, out=rows.view(-1, 8))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from bagua.checks import check_kind
-from bagua.compression.codec import Codec, Metadata
-from bagua.compression.packing import check_block_numel, in_pieces, in_rows, mixed_seed, noise_like
+from bagua.compression.codec import Metadata, store
+from bagua.compression.packing import SeededBlocks, mixed_seed, noise_like
 
 #: A step that is a little longer than a 255th of the range, and a first code that is a little
 #: lower than rounding says: so no rounding error can take a code below 0 or above 255.
@@ -41,7 +40,7 @@ _DOUBLE = _Exact(torch.float64, torch.int64, 1.5 * 2.0**52)
 
 
 @dataclass(frozen=True)
-class MinMaxUInt8(Codec):
+class MinMaxUInt8(SeededBlocks):
     """One byte for each element: the index of the nearest of 256 equidistant values between the block's extremes.
 
     With ``low`` and ``high`` the extremes of a block, ``step = (high - low) / 255``, rounded up
@@ -79,56 +78,35 @@ class MinMaxUInt8(Codec):
     block_numel: int = 2048
     seed: int | None = None
 
-    def __post_init__(self) -> None:
-        check_block_numel(self.block_numel)
-        check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
+    bits: ClassVar[int] = 8
+    numbers_per_block: ClassVar[int] = 2
 
     @property
     def contraction(self) -> float:
         """An element is off by at most a 255th of the range, the square of which is at most twice that of the block."""
         return max(0.0, 1.0 - self.block_numel * 2 / _steps(stochastic=self.unbiased) ** 2)
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether it rounds at random."""
-        return self.seed is not None
-
-    def for_draw(self, *numbers: int) -> Codec:
-        """The codec that rounds with other random numbers, if it does so at all."""
-        return self if self.seed is None else dataclasses.replace(self, seed=mixed_seed(self.seed, *numbers))
-
-    def _payload_bytes(self, metadata: Metadata) -> int:
-        return 2 * -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).dtype.itemsize + metadata.numel
-
-    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First values and steps, a row for each block, and codes: views of ``data``."""
-        blocks, dtype = -(-metadata.numel // self.block_numel), _exact(metadata.dtype).dtype
-        header_bytes = 2 * blocks * dtype.itemsize
-        first, step = data[:header_bytes].view(dtype).view(2, blocks, 1)
-        return first, step, data[header_bytes : header_bytes + metadata.numel]
+    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, codes = super()._split(data, metadata)
+        return numbers.view(2, -1, 1).transpose(0, 1), codes  # All first values lie before all steps.
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        first, step, codes = self._split(out, Metadata(flat.numel(), flat.dtype))
-        kernels = None if self.unbiased else _kernels(flat.device.type)
+        numbers, codes = self._split(out, Metadata(flat.numel(), flat.dtype))
+        kernels = _kernels(flat.device.type) if self.seed is None else None
         if kernels is not None and kernels.suits(self.block_numel, flat.dtype):
-            kernels.encode(flat, first, step, codes, self.block_numel)
-            return
-        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
-            seed = None if self.seed is None else mixed_seed(self.seed, length)
-            rows = flat[part].view(-1, length)
-            _encode_rows(rows, first[blocks], step[blocks], codes[part].view(-1, length), seed)
+            kernels.encode(flat, *numbers.unbind(1), codes, self.block_numel)
+        else:
+            _encode_pieces(self._pieces(flat, numbers, codes), numbers, flat.dtype, self.seed)
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        first, step, codes = self._split(data, metadata)
+        numbers, codes = self._split(data, metadata)
         kernels = _kernels(out.device.type)
         if kernels is not None and kernels.suits(self.block_numel, metadata.dtype):
             largest = torch.finfo(metadata.dtype).max
-            kernels.decode(codes, first, step, out, self.block_numel, add=add, limit=largest)
-            return
-        limit = _limit(first, step, metadata.dtype)
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
-            rows = codes[part].view(-1, length)
-            _decode_rows(rows, first[blocks], step[blocks], out[part].view(-1, length), add=add, limit=limit)
+            kernels.decode(codes, *numbers.unbind(1), out, self.block_numel, add=add, limit=largest)
+        else:
+            limit = _limit(numbers, metadata.dtype)
+            _decode_pieces(self._pieces(out, numbers, codes), add=add, limit=limit)
 
 
 @functools.cache
@@ -148,34 +126,31 @@ def _steps(*, stochastic: bool) -> int:
     return 254 if stochastic else 255
 
 
-def _encode_rows(
-    rows: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor, seed: int | None
+def _encode_pieces(
+    pieces: Sequence[tuple[torch.Tensor, ...]], numbers: torch.Tensor, dtype: torch.dtype, seed: int | None
 ) -> None:
-    exact = _exact(rows.dtype)
+    exact = _exact(dtype)
     # While a piece is in the cache, its other extreme comes nearly for free.
-    extremes = [(piece.amin(dim=1, keepdim=True), piece.amax(dim=1, keepdim=True)) for (piece,) in in_pieces(rows)]
+    extremes = [(rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)) for rows, _, _ in pieces]
     low, high = (torch.cat(values) for values in zip(*extremes, strict=True))
-    origin, bias, finite = _set_grid(low.double(), high.double(), first, step, exact, stochastic=seed is not None)
-    on_cpu = rows.device.type == "cpu"  # Elsewhere a look at the values would wait for them.
-    shifted = not on_cpu or bool(origin.any())
-    scratch: torch.Tensor | None = None
-    pieces = in_pieces(rows, origin, step.reciprocal(), bias, codes)
-    for number, (piece, origins, inverses, biases, target) in enumerate(pieces):
-        scratch = torch.empty_like(piece, dtype=exact.dtype) if scratch is None else scratch
-        scaled = scratch[: len(piece)]
-        if shifted or piece.dtype != exact.dtype:
-            scaled.copy_(piece).sub_(origins).mul_(inverses)
-        else:
-            torch.mul(piece, inverses, out=scaled)
+    origin, bias, finite = _set_grid(low.double(), high.double(), numbers, exact, stochastic=seed is not None)
+    on_cpu = numbers.device.type == "cpu"  # Elsewhere a look at the values would wait for them.
+    shifted = dtype != exact.dtype or not on_cpu or bool(origin.any())
+    all_finite = on_cpu and bool(finite.all())
+    sizes = [len(rows) for rows, _, _ in pieces]
+    grids = zip(origin.split_with_sizes(sizes), bias.split_with_sizes(sizes), strict=True)
+    for number, ((rows, own, codes), (origins, biases)) in enumerate(zip(pieces, grids, strict=True)):
+        step = own[:, 1]
+        scaled = (rows.to(exact.dtype) - origins if shifted else rows) * step.reciprocal()
         if seed is not None:  # To nearest, half a step lower and less than one higher.
             scaled.add_(noise_like(scaled, mixed_seed(seed, number)).sub_(0.5))
-        target.copy_(scaled.add_(biases).view(exact.bits))
-    if not on_cpu or not finite.all():
-        codes.masked_fill_(~finite, 0)
+        codes.copy_(scaled.add_(biases).view(exact.bits))
+        if not all_finite:
+            codes.masked_fill_(step.isnan(), 0)
 
 
 def _set_grid(
-    low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, step: torch.Tensor, exact: _Exact, *, stochastic: bool
+    low: torch.Tensor, high: torch.Tensor, numbers: torch.Tensor, exact: _Exact, *, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the first value and the step of each block from its extremes.
 
@@ -194,33 +169,29 @@ def _set_grid(
     lowest = low.div(wanted).sub_(_LOWER_BY)
     below_zero = torch.where(contains_zero, lowest.floor_() if stochastic else lowest.round_(), 0)
     origin = torch.where(contains_zero, 0, low)
+    first, step = numbers.unbind(1)
     first.copy_(below_zero.mul(wanted).add_(origin).where(finite, torch.nan))
     step.copy_(wanted.where(finite, torch.nan))
     return origin.to(exact.dtype), (exact.magic - below_zero).to(exact.dtype), finite
 
 
-def _limit(first: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> float | None:
+def _limit(numbers: torch.Tensor, dtype: torch.dtype) -> float | None:
     """The largest finite value of ``dtype``, if a block's grid may reach beyond it by half a step; else None."""
     largest = torch.finfo(dtype).max
-    if first.device.type == "cpu":
+    if numbers.device.type == "cpu":
+        first, step = numbers.unbind(1)
         reach = torch.maximum(first.abs(), (step * 255).add_(first).abs_())
         return largest if (reach > largest).any() else None
     return largest
 
 
-def _decode_rows(
-    codes: torch.Tensor, first: torch.Tensor, step: torch.Tensor, out: torch.Tensor, *, add: bool, limit: float | None
-) -> None:
-    direct = out.dtype == first.dtype and not add
-    scratch: torch.Tensor | None = None
-    for piece, firsts, steps, target in in_pieces(codes, first, step, out):
-        scratch = torch.empty_like(piece, dtype=first.dtype) if scratch is None and not direct else scratch
-        values = target if scratch is None else scratch[: len(piece)]
-        values.copy_(piece)
-        values.mul_(steps).add_(firsts)
+def _decode_pieces(pieces: Sequence[tuple[torch.Tensor, ...]], *, add: bool, limit: float | None) -> None:
+    for rows, numbers, codes in pieces:
+        first, step = numbers.unbind(1)
+        direct = rows.dtype == numbers.dtype and not add
+        values = rows.copy_(codes) if direct else codes.to(numbers.dtype)
+        values.mul_(step).add_(first)
         if limit is not None:
             values.clamp_(-limit, limit)
-        if add:
-            target.add_(values)
-        elif not direct:
-            target.copy_(values)
+        if not direct:
+            store(values, rows, add)

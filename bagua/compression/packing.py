@@ -5,13 +5,14 @@ Then codecs that keep some numbers of each block, and a code of a few bits for e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
-from bagua.checks import check_whole, unusable
-from bagua.compression.codec import Codec, Metadata, exact_dtype
+from bagua.checks import check_kind, check_whole, unusable
+from bagua.compression.codec import Codec, Metadata
 
 #: So many codes of a width as there are in a byte, as one integer, and what keeps each of them apart.
 _WORDS = {4: torch.int16, 2: torch.int32}
@@ -144,26 +145,28 @@ def noise_like(rows: torch.Tensor, seed: int) -> torch.Tensor:
     return noise.add_(_SPAN / 2 + 0.5).div_(_SPAN).view(rows.shape)
 
 
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what blocks of ``dtype`` have in common: at least single precision."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class CodedBlocks(Codec):
     """A codec whose bytes are the numbers of all blocks, and then the codes of all elements.
 
     Attributes:
-        block_numel: elements of a block, a multiple of 8, so that the codes of each block begin with a byte.
+        block_numel: elements of a block, a multiple of 8 unless codes are bytes: those of each block begin with one.
         bits: bits of a code.
+        numbers_per_block: numbers that are kept of each block.
         times_cached: elements that a CPU compresses together, over those that stay in its cache.
     """
 
     block_numel: int
     bits: ClassVar[int]
+    numbers_per_block: ClassVar[int] = 1
     times_cached: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_block_numel(self.block_numel, multiple_of=8)
-
-    @property
-    def numbers_per_block(self) -> int:
-        """Numbers that are kept of each block."""
-        return 1
+        check_block_numel(self.block_numel, multiple_of=1 if self.bits == 8 else 8)
 
     def number_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of these numbers, of elements of ``dtype``."""
@@ -176,18 +179,50 @@ class CodedBlocks(Codec):
     def _payload_bytes(self, metadata: Metadata) -> int:
         return self._header_bytes(metadata) + -(-metadata.numel * self.bits // 8)
 
-    def _groups(self, flat: torch.Tensor, data: torch.Tensor, metadata: Metadata) -> Iterator[tuple[torch.Tensor, ...]]:
-        """A few blocks at a time, one in each row: elements, numbers, and packed codes; views of ``flat`` and ``data``.
+    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers, a row for each block, and packed codes with what is behind them: views of ``data``."""
+        start = self._header_bytes(metadata)
+        numbers = data[:start].view(self.number_dtype(metadata.dtype))
+        return numbers.view(-1, self.numbers_per_block), data[start:]
+
+    def _pieces(
+        self, flat: torch.Tensor, numbers: torch.Tensor, packed: torch.Tensor
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """A few blocks at a time, one in each row: elements, numbers, and packed codes; views of what is given.
 
         Args:
             flat: elements, to be read or written.
-            data: compressed bytes, to be written or read.
-            metadata: facts about ``flat``.
+            numbers: from ``_split``.
+            packed: from ``_split``.
         """
-        start = self._header_bytes(metadata)
-        header = data[:start].view(self.number_dtype(metadata.dtype)).view(-1, self.numbers_per_block)
-        packed = data[start : self._payload_bytes(metadata)]
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
+        found: list[tuple[torch.Tensor, ...]] = []
+        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
             rows = flat[part].view(-1, length)
             codes = packed[part.start * self.bits // 8 : -(-part.stop * self.bits // 8)].view(len(rows), -1)
-            yield from in_pieces(rows, header[blocks], codes, times=self.times_cached)
+            found += in_pieces(rows, numbers[blocks], codes, times=self.times_cached)
+        return found
+
+
+class SeededBlocks(CodedBlocks):
+    """Coded blocks whose elements are rounded at random, if there is a seed.
+
+    Attributes:
+        seed: seed of random numbers to round with; None: round to the nearest.
+    """
+
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether it rounds at random."""
+        return self.seed is not None
+
+    def for_draw(self, *numbers: int) -> Codec:
+        """The codec that rounds with other random numbers, if it does so at all."""
+        if self.seed is None:
+            return self
+        return dataclasses.replace(self, seed=mixed_seed(self.seed, *numbers))  # type: ignore[type-var]

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from bagua.checks import check_choice, check_numbers, check_whole, unusable
-from bagua.compression.codec import Codec, Metadata, align, exact_dtype
+from bagua.compression.codec import Codec, Metadata, align
 from bagua.compression.packing import (
     bits_for,
     check_block_numel,
+    exact_dtype,
     in_pieces,
     in_rows,
     pack_bits,
