@@ -18,12 +18,9 @@ from torch._C._dynamo import eval_frame
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` at the end of the backward pass that the calling thread is in.
-
-    DDP and FSDP of torch do it in this way; there is no hook for the end of a pass.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+#: Have autograd call a function at the end of the backward pass that the calling thread is in: DDP and FSDP of torch do
+#: it in this way, there is no hook for the end of a pass. Each step asks: without Python.
+when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def backward_pass() -> int:
@@ -54,9 +51,10 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def active_ddp() -> torch.nn.Module | None:
-    """The ``DistributedDataParallel`` of torch whose forward pass runs, if one does; it may be another thread's."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+#: The ``DistributedDataParallel`` of torch whose forward pass runs, if one does; it may be another thread's.
+active_ddp: Callable[[], torch.nn.Module | None] = functools.partial(
+    operator.attrgetter("_active_ddp_module"), torch.nn.parallel.DistributedDataParallel
+)
 
 
 def ddp_seconds(module: torch.nn.parallel.DistributedDataParallel, every: int = 0) -> float:
