@@ -53,7 +53,7 @@ def digest(formation: Formation) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def check(formation: Formation, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:
+def check_saved_state(formation: Formation, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:
     """Refuse what does not belong to this model and algorithm, before anything is changed. Collective.
 
     Args:
@@ -87,7 +87,7 @@ def load(formation: Formation, state_dict: dict[str, Any]) -> None:
         state_dict: as ``save`` returned it.
     """
     formation.scheduler.check_loads()
-    saved, members = check(formation, state_dict)
+    saved, members = check_saved_state(formation, state_dict)
     own = _own_part(formation, saved)
     formation.scheduler.suspend()  # Results of what was there before must not be folded into weights that are loaded.
     formation.put_aside()
