@@ -119,7 +119,12 @@ class PowerSGDReducer(LowRankReducer):
         rests = [values[part] for part in between_blocks(blocks, flat.numel())]
 
         left = self._left_factors(matrices, rests, communicator, memory)
-        own, total = self._right_factors(matrices, left, communicator, memory)
+        # Half the time of transpose(M) A.
+        own = [torch.mm(a.t(), matrix).t() for matrix, a in zip(matrices, left, strict=True)]
+        total = _summed(own, communicator, memory)
+        factors = memory.propose("right_factors").split_with_sizes([len(b) for b in total])
+        for b, factor in zip(total, factors, strict=True):
+            torch.div(b, memory.loss_scale, out=factor)
         if remainder is not None:
             remainder.zero_()
             for block, matrix, a, b in zip(blocks, matrices, left, own, strict=True):
@@ -129,23 +134,6 @@ class PowerSGDReducer(LowRankReducer):
             torch.mm(a, b.t(), out=matrix)
         if values is not flat:
             flat.copy_(values)
-
-    def _right_factors(
-        self, matrices: list[torch.Tensor], left: list[torch.Tensor], communicator: Communicator, memory: ReducerMemory
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's right factors and their sums; the sums are proposed as the next state."""
-        state = memory.state["right_factors"]
-        sizes = [matrix.shape[1] for matrix in matrices]
-        own = memory.buffer("own", state.numel(), state.dtype).view(state.shape).split_with_sizes(sizes)
-        for matrix, a, b in zip(matrices, left, own, strict=True):
-            b.copy_(torch.mm(a.t(), matrix).t())  # half the time of transpose(M) A
-        message = memory.buffer("right", state.numel(), state.dtype)
-        message.copy_(memory.buffer("own", state.numel(), state.dtype))
-        communicator.allreduce(message)
-        total = memory.propose("right_factors").copy_(message.view(state.shape))
-        if memory.loss_scale != 1.0:
-            total.div_(memory.loss_scale)
-        return list(own), list(message.view(state.shape).split_with_sizes(sizes))
 
 
 def between_blocks(blocks: list[MatrixBlock], numel: int) -> list[slice]:
