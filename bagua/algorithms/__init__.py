@@ -6,7 +6,6 @@ from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, around, as_a
 from bagua.algorithms.base import WithInner as WithInner
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
-from bagua.algorithms.exchanges.exchange import Promise as Promise
 from bagua.algorithms.exchanges.exchange import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS
 from bagua.algorithms.exchanges.fields import POINTS as POINTS

@@ -19,11 +19,9 @@ from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import (
     Every,
     Exchange,
-    Promise,
     check_exchanges,
     check_phases,
     differ_between_ranks,
-    promise_of,
 )
 from bagua.algorithms.exchanges.fields import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
@@ -139,11 +137,6 @@ class Algorithm(ABC):
     def ranks_differ(self) -> bool:
         """Whether ranks may hold different weights, by what they exchange."""
         return any(differ_between_ranks(self.exchanges(phase)) for phase in self.phases)
-
-    @property
-    def promise(self) -> Promise:
-        """What can be expected, by what is exchanged."""
-        return promise_of([self.exchanges(phase) for phase in self.phases])
 
     @property
     def is_hierarchical(self) -> bool | None:

@@ -29,6 +29,7 @@ from tests.contract.algorithms import (
     ONE_BUCKET_BYTES,
     assert_keeps_promises,
     optimizer_maker,
+    promised_by,
     resume_and_train,
     train,
     train_and_rest,
@@ -70,7 +71,7 @@ def test_training_gives_what_is_promised(pool: RankPool) -> None:
     results = pool.run(of_each, train_and_rest, [(algorithm,) for algorithm in SYNCHRONOUS])
     for algorithm, states in zip(SYNCHRONOUS, columns(results), strict=True):
         expected = reference(mlp(), optimizer_maker(algorithm), 2, range(STEPS))
-        assert_keeps_promises(algorithm.promise, list(states), expected)
+        assert_keeps_promises(promised_by(algorithm), list(states), expected)
 
 
 def test_local_updates_end_where_they_end_on_the_cpu(pool: RankPool, thread_pool: RankPool) -> None:

@@ -25,7 +25,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ import bagua.algorithms
 import bagua.comm
 import bagua.compression
 import bagua.primitives
-from bagua.algorithms import Algorithm, Exchange, Flight, How, Promise
+from bagua.algorithms import Algorithm, Exchange, Flight, How
 from bagua.comm import ProcessGroup, ReduceOp, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
@@ -53,7 +53,11 @@ from tests.harness import (
     train_steps,
 )
 
-__all__ = ["AlgorithmContract", "assert_keeps_promises", "spread"]
+__all__ = ["AlgorithmContract", "assert_keeps_promises", "promised_by", "spread"]
+
+#: What can be expected of an algorithm. ``exact``: after every step all ranks hold what one process with all the data
+#: would. ``bounded``: they are equal, and near that. ``consensus``: they differ, and come together without gradients.
+Promise = Literal["exact", "bounded", "consensus"]
 
 #: Enough for several buckets in the model of the suite, and for one.
 BUCKET_BYTES = 1000
@@ -110,6 +114,15 @@ def train_and_rest(algorithm: Algorithm) -> tuple[State, State]:
         group["lr"] = 0.0
     train_steps(model, optimizer, rank, range(STEPS, 2 * STEPS))
     return trained, snapshot(model)
+
+
+def promised_by(algorithm: Algorithm) -> Promise:
+    """What can be expected of ``algorithm``, by what is exchanged."""
+    if algorithm.ranks_differ:
+        return "consensus"
+    every = algorithm.every_exchange()
+    exact = all((one.how is None or one.how.contraction == 1.0) and not one.lag for one in every)
+    return "exact" if exact else "bounded"
 
 
 def assert_keeps_promises(promise: Promise, results: list[tuple[State, State]], expected: State) -> None:
@@ -295,7 +308,7 @@ class AlgorithmContract:
 
     def promise_of(self, algorithm: Algorithm) -> Promise:
         """What the algorithm promises."""
-        return self.promise or algorithm.promise
+        return self.promise or promised_by(algorithm)
 
     def due_steps(self, algorithm: Algorithm) -> set[int]:
         """The steps in which something is sent."""

@@ -391,10 +391,6 @@ def _spans_an_update(exchange: Exchange) -> bool:
 #: A moment: steps after the start of a flight, and a place in the order of a step.
 Moment = tuple[int, int]
 
-#: What can be expected of an algorithm. ``exact``: after every step all ranks hold what one process with all the data
-#: would. ``bounded``: they are equal, and near that. ``consensus``: they differ, and come together without gradients.
-Promise = Literal["exact", "bounded", "consensus"]
-
 
 def check_exchanges(exchanges: Sequence[Exchange]) -> None:
     """Refuse exchanges that contradict each other.
@@ -480,15 +476,6 @@ def _is_undone(flight: Exchange, other: Exchange) -> bool:
         for later in range(flight.lag + 1)
         for here, there in itertools.product(_starts(flight), _starts(other))
     )
-
-
-def promise_of(phases: Sequence[Sequence[Exchange]]) -> Promise:
-    """What the exchanges of all phases let one expect."""
-    if any(differ_between_ranks(exchanges) for exchanges in phases):
-        return "consensus"
-    every = [one for exchanges in phases for one in exchanges]
-    exact = all((one.how is None or one.how.contraction == 1.0) and not one.lag for one in every)
-    return "exact" if exact else "bounded"
 
 
 def differ_between_ranks(exchanges: Sequence[Exchange]) -> bool:
