@@ -85,6 +85,8 @@ class Formation:
         self._bind(declaration, self.algorithm)
         self.equality = EqualityCheck(declaration, options)
         self.to_compare: int | None = None
+        #: Parameters that got no gradient here, by step: in the last steps with these buckets.
+        self._without: list[set[str]] = []
         self.failure = StepFailure(self.group)
         try:
             self._agree(refusal)
@@ -223,10 +225,13 @@ class Formation:
         Args:
             without: names of those that got none here.
         """
-        steps = 1 + facts.lag_of_gradients(self.phases.exchanges)
-        unused_here = self.scheduler.unused.after(without, steps=steps)
+        sent = [one for one in self.phases.exchanges if "gradients" in one.needs]
+        steps = 1 + max(one.lag for one in sent)
+        self._without = [*self._without, without][-steps:]
+        # Gradients of each of these steps may be there now.
+        unused_here = set.intersection(*self._without) if len(self._without) == steps else set()
         # What earlier exchanges have lost is sent once, and must not be dropped.
-        feeds_back = facts.brings_lost_gradients(self.phases.exchanges)
+        feeds_back = any(one.how is not None and one.how.state() for one in sent)
         parameters, communicator = self.model.parameters, self.communicator
         flags = [name not in unused_here for name in parameters]
         place = torch.device("cpu") if "cpu" in communicator.device_types else next(iter(parameters.values())).device
@@ -365,6 +370,7 @@ class Formation:
         self.settle_loads()
         with self._whole("the end of its buckets"):
             self.scheduler.take_apart()
+        self._without = []
         self.order.forget()
 
     def rebuild(self, difference: str) -> None:

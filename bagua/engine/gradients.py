@@ -74,22 +74,6 @@ def refuse_graph(_: torch.nn.Parameter) -> None:
     )
 
 
-class Unused:
-    """Which parameters got no gradient on this rank in the last steps."""
-
-    def __init__(self) -> None:
-        self._steps: list[set[str]] = []
-
-    def after(self, without: set[str], *, steps: int) -> set[str]:
-        """A step is over in which the parameters ``without`` got none.
-
-        Returns:
-            Those that got none in the last ``steps`` steps, whose gradients may be there now; none if these are fewer.
-        """
-        self._steps = [*self._steps, without][-steps:]
-        return set.intersection(*self._steps) if len(self._steps) == steps else set()
-
-
 #: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs
 #: microseconds. They are still in the processor's cache then, and take little memory beside the bucket.
 TOGETHER_BYTES = 64 * 1024

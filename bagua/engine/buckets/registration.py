@@ -207,12 +207,8 @@ class Registration:
     def _has_changed(self) -> bool:
         """The slow look: submodules without parameters may come and go."""
         found = [parameter for name, parameter in self._module.named_parameters() if name not in self._ignored]
-        storages = [parameter.data_ptr() for parameter in self.parameters]
-        if list(map(id, found)) != list(map(id, self._all)) or storages != self._pointers:
-            return True
-        if list(map(torch.Tensor.numel, self.parameters)) != self._numels:  # The memory may be the same.
-            return True
-        if [parameter.requires_grad for parameter in found] != self._flags:
+        flags = [parameter.requires_grad for parameter in found]
+        if list(map(id, found)) != list(map(id, self._all)) or flags != self._flags or self._data_explained():
             return True
         self._remember_places()
         return False
@@ -231,11 +227,11 @@ class Registration:
         for name, parameter, dtype in zip(self.names, self.parameters, self._dtypes, strict=True):
             if parameter.dtype != dtype:
                 return f"{name} was {dtype} and is {parameter.dtype} now"
-        for name, parameter, pointer in zip(self.names, self.parameters, self._pointers, strict=True):
+        held = zip(self.names, self.parameters, self._pointers, self._numels, strict=True)
+        for name, parameter, pointer, numel in held:
             if parameter.data_ptr() != pointer:
                 return f"the data of {name} lies elsewhere now"
-        for name, parameter, numel in zip(self.names, self.parameters, self._numels, strict=True):
-            if parameter.numel() != numel:
+            if parameter.numel() != numel:  # The memory may be the same.
                 return f"{name} had {numel} elements and has {parameter.numel()} now"
         return ""
 

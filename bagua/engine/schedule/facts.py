@@ -17,16 +17,6 @@ def gathers(exchanges: Iterable[Exchange]) -> bool:
     return sends_gradients(one for one in exchanges if one.parts.by == "arrival")
 
 
-def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
-    """How many steps late gradients come at most."""
-    return max((one.lag for one in exchanges if "gradients" in one.needs), default=0)
-
-
-def brings_lost_gradients(exchanges: Iterable[Exchange]) -> bool:
-    """Whether what an exchange of gradients has lost may come with a later one."""
-    return any(one.how is not None and one.how.state() for one in exchanges if "gradients" in one.needs)
-
-
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:
     """Whether buckets have to split evenly over the ranks."""
     return any(one.how is not None and one.how.chunked for one in exchanges)

@@ -12,7 +12,7 @@ from bagua.algorithms import OF_BUCKETS, POINTS, Exchange, Flight, How, Model, P
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
-from bagua.engine.gradients import TOGETHER_BYTES, Arrival, Slot, Unused
+from bagua.engine.gradients import TOGETHER_BYTES, Arrival, Slot
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Clock, Course, memory_for, put_together
 from bagua.engine.schedule.facts import follows_gradients, gathers
@@ -53,7 +53,6 @@ class Scheduler:
         formed: True if exchanges are executed in the buckets.
         courses: the exchanges of the phase, in each bucket.
         fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
-        unused: parameters that got no gradient since the buckets were formed.
         slots: slots, by ``id`` of the parameter.
         launched: buckets that are ready in the backward pass that is under way.
         active: True if a synchronized backward pass is under way.
@@ -68,7 +67,6 @@ class Scheduler:
         self.lanes = lanes
         self.buckets: list[Bucket] = []
         self.fresh: dict[tuple[Course, str], list[str]] = {}
-        self.unused = Unused()
         self._prepared: dict[tuple[str, str], Any] = {}
         self._parts: dict[tuple[Parts, bool], list[tuple[int, Bucket]]] = {}
         self._places: dict[tuple[str, int], Course] = {}
@@ -495,7 +493,6 @@ class Scheduler:
         self.leave()
         if self.formed:
             self._remembered = self._collected()
-        self.unused = Unused()
         self.buckets = []
         self._plan(())
         self.formed = False
