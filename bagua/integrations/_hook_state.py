@@ -22,7 +22,7 @@ from bagua.comm import (
 )
 from bagua.engine import Lane, Remembered, check_owner, collect, compare, create_lane, meet, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
-from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer, allreduce_sum, reducer_sum
+from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer, sum_over
 
 
 class _HookBucket:
@@ -310,15 +310,16 @@ class HookState(ABC):
     @torch.no_grad()
     def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
         group, how = self.group, self.sum_at(step)
+        reducer = how.reducer
         if (scale := how.share(group.size)) != 1:
             flat.mul_(scale)
-        if how.reducer is None:
-            allreduce_sum(flat, group, hierarchical=how.hierarchical)
+        if reducer is None:
+            sum_over(flat, group, lambda total, ranks: ranks.allreduce(total), hierarchical=how.hierarchical)
             return
-        memory = self._places.memory_of(flat, parameters, group.global_communicator, how.reducer)
+        memory = self._places.memory_of(flat, parameters, group.global_communicator, reducer)
         memory.step = step
         memory.loss_scale = 1.0 if self._grad_scaler is None else self._grad_scaler.get_scale()
-        reducer_sum(flat, group, how.reducer, memory, hierarchical=how.hierarchical)
+        sum_over(flat, group, lambda total, ranks: reducer.reduce(total, ranks, memory), hierarchical=how.hierarchical)
         memory.settle(flat)
 
     # Checkpoints.

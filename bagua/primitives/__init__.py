@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from bagua.late import late
-from bagua.primitives.centralized import allreduce_sum, hierarchical_sum, on_leaders, reducer_sum, scatter_gather_sum
 from bagua.primitives.centralized import has_two_levels as has_two_levels
+from bagua.primitives.centralized import on_leaders, scatter_gather_sum, sum_over
 from bagua.primitives.centralized import through_leaders as through_leaders
 from bagua.primitives.digests import differ_by_rounding as differ_by_rounding
 from bagua.primitives.digests import digest_of_gradients as digest_of_gradients
@@ -23,11 +23,9 @@ __all__ = [
     "ReducerMemory",
     "State",
     "SumReducer",
-    "allreduce_sum",
-    "hierarchical_sum",
     "on_leaders",
-    "reducer_sum",
     "scatter_gather_sum",
+    "sum_over",
 ]
 
 #: What exact exchanges do without.

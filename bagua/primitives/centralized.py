@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm import Communicator, ProcessGroup
-from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
+from bagua.primitives.reducers import summing_dtype
 
 #: What some ranks do with a tensor of theirs, on the communicator that they share.
 _Act = Callable[[torch.Tensor, Communicator], object]
@@ -71,76 +71,49 @@ def through_leaders(tensor: torch.Tensor, group: ProcessGroup, between_hosts: _A
         local.broadcast(tensor, group.leader)
 
 
-def hierarchical_sum(tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """Sum ``tensor`` over all ranks of ``group``, sending each host's sum over the network once.
-
-    Args:
-        tensor: equal in dtype and number of elements on all ranks; changed in place.
-        group: the ranks that take part; its hosts may hold different numbers of them.
-
-    Example:
-        >>> from bagua.comm import solo_group
-        >>> tensor = torch.ones(2)
-        >>> hierarchical_sum(tensor, solo_group())
-        >>> tensor
-        tensor([1., 1.])
-    """
-    on_leaders(tensor, group, lambda total, leaders: leaders.allreduce(total))
-
-
-def allreduce_sum(tensor: torch.Tensor, group: ProcessGroup, *, hierarchical: bool = False) -> None:
-    """Sum ``tensor`` over all ranks of ``group``, in place, bitwise identically everywhere.
+def sum_over(tensor: torch.Tensor, group: ProcessGroup, act: _Act, *, hierarchical: bool = False) -> None:
+    """Let ``act`` sum ``tensor``, in place, over all ranks of ``group``; or over its hosts, if they matter.
 
     Args:
         tensor: equal in dtype and number of elements on all ranks.
-        group: the ranks that take part.
-        hierarchical: inside each host first, then between hosts, then inside again; see
-            ``hierarchical_sum``.
+        group: the ranks that take part; its hosts may hold different numbers of them.
+        act: sums over the ranks of a communicator, as ``lambda total, ranks: ranks.allreduce(total)``, a reducer, or
+            ``scatter_gather_sum``.
+        hierarchical: inside each host first, in full, then between hosts, then inside again, so that each host's sum
+            travels once. With a single host, or a single rank on each, all ranks sum together.
 
     Example:
         >>> from bagua.comm import solo_group
         >>> tensor = torch.ones(3)
-        >>> allreduce_sum(tensor, solo_group())
+        >>> sum_over(tensor, solo_group(), lambda total, ranks: ranks.allreduce(total), hierarchical=True)
         >>> tensor
         tensor([1., 1., 1.])
     """
-    _between(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
-
-
-def scatter_gather_sum(
-    tensor: torch.Tensor, group: ProcessGroup, scratch: torch.Tensor, *, hierarchical: bool = False
-) -> None:
-    """Sum ``tensor`` over all ranks of ``group``, in place: each rank adds up one slice, and sends it to everyone.
-
-    The order of additions is that of the ranks, in single precision at least, rounded once; the
-    result is bitwise identical everywhere.
-
-    Args:
-        tensor: one-dimensional and contiguous; equal in dtype and size on all ranks. A size that
-            the number of ranks (of hosts, with ``hierarchical``) divides saves two copies.
-        group: the ranks that take part.
-        scratch: like ``tensor``; its contents do not matter.
-        hierarchical: inside each host first, in full, then between hosts, then inside again.
-
-    Example:
-        >>> from bagua.comm import solo_group
-        >>> tensor = torch.ones(3)
-        >>> scatter_gather_sum(tensor, solo_group(), torch.empty(3))
-        >>> tensor
-        tensor([1., 1., 1.])
-    """
-    _between(tensor, group, lambda flat, ranks: _scatter_gather(flat, ranks, scratch), hierarchical=hierarchical)
-
-
-def _between(tensor: torch.Tensor, group: ProcessGroup, act: _Act, *, hierarchical: bool) -> None:
-    """Let ``act`` sum between all ranks, or between hosts if they matter."""
     if hierarchical and has_two_levels(group):
         on_leaders(tensor, group, act)
     else:
         act(tensor, group.global_communicator)
 
 
-def _scatter_gather(flat: torch.Tensor, communicator: Communicator, scratch: torch.Tensor) -> None:
+def scatter_gather_sum(flat: torch.Tensor, communicator: Communicator, scratch: torch.Tensor) -> None:
+    """Sum ``flat`` over all ranks of ``communicator``, in place: each adds up one slice, and sends it to everyone.
+
+    The order of additions is that of the ranks, in single precision at least, rounded once; the
+    result is bitwise identical everywhere.
+
+    Args:
+        flat: one-dimensional and contiguous; equal in dtype and size on all ranks. A size that the number of ranks
+            divides saves two copies.
+        communicator: communicator of the ranks that take part.
+        scratch: like ``flat``; its contents do not matter.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> tensor = torch.ones(3)
+        >>> scatter_gather_sum(tensor, solo_group().global_communicator, torch.empty(3))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
     size = communicator.size
     length = -(-flat.numel() // size)
     even, received = flat, scratch
@@ -152,29 +125,3 @@ def _scatter_gather(flat: torch.Tensor, communicator: Communicator, scratch: tor
     communicator.allgather(even, own)
     if even is not flat:
         flat.copy_(even[: flat.numel()])
-
-
-def reducer_sum(
-    tensor: torch.Tensor, group: ProcessGroup, reducer: SumReducer, memory: ReducerMemory, *, hierarchical: bool = False
-) -> None:
-    """Replace ``tensor`` by what ``reducer`` makes of its sum over all ranks, bitwise identically everywhere.
-
-    Args:
-        tensor: one-dimensional and contiguous; equal in dtype and size on all ranks.
-        group: the ranks that take part.
-        reducer: for example ``ScatterGatherReducer(MinMaxUInt8())``.
-        memory: memory of the reducer, for this tensor; ``settle`` it afterwards.
-        hierarchical: sum inside each host in full precision, let ``reducer`` sum between the
-            hosts, and spread the result inside each host. With a single host, or a
-            single rank on each, ``reducer`` sums over all ranks.
-
-    Example:
-        >>> from bagua.comm import solo_group
-        >>> from bagua.compression import Identity
-        >>> from bagua.primitives import AllGatherReducer
-        >>> tensor, group, reducer = torch.ones(3), solo_group(), AllGatherReducer(Identity())
-        >>> reducer_sum(tensor, group, reducer, reducer.memory(group.global_communicator, tensor))
-        >>> tensor
-        tensor([1., 1., 1.])
-    """
-    _between(tensor, group, lambda flat, ranks: reducer.reduce(flat, ranks, memory), hierarchical=hierarchical)

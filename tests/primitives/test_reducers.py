@@ -16,7 +16,7 @@ from bagua.primitives import (
     ScatterGatherReducer,
     SparseReducer,
     SumReducer,
-    reducer_sum,
+    sum_over,
 )
 
 #: Everything that has a remainder.
@@ -248,7 +248,7 @@ def _sum_by_host(reducer: SumReducer) -> torch.Tensor:
     group = bagua.comm.get_default_group()
     flat = values(group.rank)
     memory = reducer.memory(group.global_communicator, flat, BLOCKS)
-    reducer_sum(flat, group, reducer, memory, hierarchical=True)
+    sum_over(flat, group, lambda total, ranks: reducer.reduce(total, ranks, memory), hierarchical=True)
     return flat
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.primitives import allreduce_sum, on_leaders
+from bagua.primitives import on_leaders, sum_over
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]]
 
@@ -14,7 +14,7 @@ LAYOUTS = [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]]
 def _sum(hierarchical: bool) -> tuple[torch.Tensor, list[str]]:
     group = bagua.comm.get_default_group()
     tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
-    allreduce_sum(tensor, group, hierarchical=hierarchical)
+    sum_over(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
     return tensor, [str(call) for call in group.global_communicator.history()]
 
 

@@ -12,7 +12,7 @@ from bagua.algorithms.exchanges.fields import Flight, How
 from bagua.algorithms.exchanges.values import Gradients, Replace
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
-from bagua.primitives import scatter_gather_sum
+from bagua.primitives import scatter_gather_sum, sum_over
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,13 @@ class ScatterGatherSum(How):
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Sum what lies in the flight. Slices of equal size need no copies."""
-        scatter_gather_sum(flight.flat, group, flight.scratch("received"), hierarchical=self.hierarchical)
+        scratch = flight.scratch("received")
+        sum_over(
+            flight.flat,
+            group,
+            lambda flat, ranks: scatter_gather_sum(flat, ranks, scratch),
+            hierarchical=self.hierarchical,
+        )
 
 
 @dataclass(frozen=True)
