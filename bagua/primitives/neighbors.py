@@ -68,7 +68,8 @@ def neighbour_average(
         return followed(communicator.sendrecv(received, tensor, met.source, met.destination, async_op=async_op), finish)
     if turns:
         precise = torch.promote_types(tensor.dtype, torch.float32)
-        mixed = tensor.to(precise).mul_(own_weight) if tensor.dtype != precise else _scaled(tensor, own_weight, buffers)
+        out = buffers("mixed") if tensor.dtype == precise else None
+        mixed = torch.mul(tensor.to(precise), own_weight, out=out)
         received = buffers("received")
         for turn in turns:
             _take_turn(turn, received, tensor, communicator)
@@ -76,10 +77,6 @@ def neighbour_average(
                 mixed.add_(received, alpha=turn.weight)
         tensor.copy_(mixed)
     return None
-
-
-def _scaled(tensor: torch.Tensor, factor: float, buffers: Buffers) -> torch.Tensor:
-    return torch.mul(tensor, factor, out=buffers("mixed"))
 
 
 def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:
