@@ -276,7 +276,6 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             **kwargs,
         }
         self._engine: BackwardHooks | None = None
-        self.score_record_list: list[float] = []
 
     def switch_to(self, distributed_algorithm: DistributedAlgorithm | Algorithm | str) -> Self:
         """Train with this algorithm from now on. Collective.
@@ -347,7 +346,6 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             ConfigurationError: one of them is not a finite number.
         """
         self._bagua_engine.tuner.report(score_record_list)
-        self.score_record_list = [float(score) for score in score_record_list]
 
     def ask_and_update_hyperparameters(self) -> bool:
         """Apply the setting that tuning tries next: a bucket size, and hierarchical or flat. Collective.
