@@ -382,7 +382,7 @@ class Around(WithInner):
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, under labels that begin with ``inner``, and those around it."""
-        inner = [one.labelled(".".join(filter(None, ("inner", one.label)))) for one in self.inner.exchanges(phase)]
+        inner = [one.labelled("inner") for one in self.inner.exchanges(phase)]
         return (*inner, *self.outer)
 
     def __repr__(self) -> str:

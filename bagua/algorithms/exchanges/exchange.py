@@ -281,8 +281,8 @@ class Exchange:
         return [*sent, *(() if self.how is None else self.how.state()), *taken_in]
 
     def labelled(self, label: str) -> Exchange:
-        """The same exchange with another label."""
-        return dataclasses.replace(self, label=label)
+        """The same exchange with ``label`` in front of its own."""
+        return dataclasses.replace(self, label=".".join(filter(None, (label, self.label))))
 
 
 def _check_places(exchange: Exchange) -> None:

@@ -108,7 +108,8 @@ class LocalUpdates(ByHost):
         if self.inner is None:
             return ()
         assert isinstance(self.inner, Algorithm)
-        return tuple(_inside(one) for one in self.inner.every_exchange())
+        found = self.inner.every_exchange()
+        return tuple(_labelled(one, "inner", hierarchical=False, over="inside") for one in found)
 
     @property
     def _beginning(self) -> tuple[Exchange, ...]:
@@ -165,13 +166,8 @@ def _summing(**argument: object) -> Algorithm:
     return algorithm
 
 
-def _inside(exchange: Exchange) -> Exchange:
-    """The same exchange, of the ranks of each host by themselves."""
-    return _labelled(exchange, "inner", hierarchical=False, over="inside")
-
-
 def _labelled(exchange: Exchange, label: str, **how: Any) -> Exchange:
     """The same exchange with another way to sum, and a label in front of its own."""
     assert isinstance(exchange.how, Sum)
     changed = dataclasses.replace(exchange.how, **how)
-    return dataclasses.replace(exchange, how=changed, label=".".join(filter(None, (label, exchange.label))))
+    return dataclasses.replace(exchange, how=changed).labelled(label)
