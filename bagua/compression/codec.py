@@ -206,18 +206,18 @@ class Codec(ABC):
         """Write the values to ``out``, or add them. There is at least one."""
 
 
-def as_codec(codec: Codec | str | None, argument: str = "codec") -> Codec | None:
+def as_codec(codec: Codec | str | None) -> Codec | None:
     """A codec from itself, from its name, with its defaults, or from nothing.
 
     Raises:
         ConfigurationError: there is none of that name.
-        InvalidTypeError: it is nothing of the sort; it names ``argument``.
+        InvalidTypeError: it is nothing of the sort.
 
     Example:
         >>> as_codec("float16")
         Float16()
     """
-    check_kind((Codec, str, type(None)), "a codec of bagua.compression, the name of one, or None", **{argument: codec})
+    check_kind((Codec, str, type(None)), "a codec of bagua.compression, the name of one, or None", codec=codec)
     return Codec.init(codec) if isinstance(codec, str) else codec
 
 
