@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -157,9 +158,7 @@ class ScatterGatherReducer(CodecReducer):
         size, rank = communicator.size, communicator.rank
         # Who sends an element alone is all who have it, so its value counts for every rank.
         weight_of_one = 1.0 / size if self.of_senders else 1.0
-        drawn, shares = self.codec.for_draw(rank, memory.step), memory.layout
-        if not (isinstance(shares, Shares) and shares.fits(self.codec, flat, size)):
-            memory.layout = shares = Shares(self.codec, flat.numel(), size, flat.dtype)
+        drawn, shares = self.codec.for_draw(rank, memory.step), _shares(self.codec, flat.numel(), size, flat.dtype)
         sent = memory.buffer("sent", size * shares.row_bytes, torch.uint8).view(size, shares.row_bytes)
         received = memory.buffer("received", size * shares.row_bytes, torch.uint8)
         rows = received.view(size, shares.row_bytes)
@@ -203,38 +202,34 @@ class Share(NamedTuple):
     nbytes: int
 
 
-class Shares:
-    """The slices of a flat tensor, one for each rank: found out once for all calls.
-
-    Args:
-        codec: codec of the slices.
-        numel: elements of the tensor; the last slices may have fewer, or none.
-        size: number of slices.
-        dtype: dtype of the tensor.
+class Shares(NamedTuple):
+    """The slices of a flat tensor, one for each rank.
 
     Attributes:
         exact: dtype of sums.
-        raw: slices of the tensor.
+        raw: slices of the tensor; the last ones may have fewer elements, or none.
         summed: the same slices of sums.
         row_bytes: bytes that any of them takes at most.
     """
 
-    def __init__(self, codec: Codec, numel: int, size: int, dtype: torch.dtype) -> None:
-        length = -(-numel // size)
-        self._known = (codec, numel, size, dtype)
-        self.exact = summing_dtype(dtype)
-        places = [slice(min(r * length, numel), min((r + 1) * length, numel)) for r in range(size)]
+    exact: torch.dtype
+    raw: list[Share]
+    summed: list[Share]
+    row_bytes: int
 
-        def shares_of(kind: torch.dtype) -> list[Share]:
-            told = [Metadata(one.stop - one.start, kind) for one in places]
-            return [Share(one, known, codec.compressed_bytes(known)) for one, known in zip(places, told, strict=True)]
 
-        self.raw, self.summed = shares_of(dtype), shares_of(self.exact)
-        self.row_bytes = max(share.nbytes for share in (*self.raw, *self.summed))
+@functools.lru_cache(maxsize=4096)
+def _shares(codec: Codec, numel: int, size: int, dtype: torch.dtype) -> Shares:
+    """Those of a tensor of ``numel`` elements for ``size`` ranks: each step asks for them again."""
+    length, exact = -(-numel // size), summing_dtype(dtype)
+    places = [slice(min(r * length, numel), min((r + 1) * length, numel)) for r in range(size)]
 
-    def fits(self, codec: Codec, flat: torch.Tensor, size: int) -> bool:
-        """Whether these are the slices of ``flat`` for ``size`` ranks."""
-        return self._known == (codec, flat.numel(), size, flat.dtype)
+    def shares_of(kind: torch.dtype) -> list[Share]:
+        told = [Metadata(one.stop - one.start, kind) for one in places]
+        return [Share(one, known, codec.compressed_bytes(known)) for one, known in zip(places, told, strict=True)]
+
+    raw, summed = shares_of(dtype), shares_of(exact)
+    return Shares(exact, raw, summed, max(share.nbytes for share in (*raw, *summed)))
 
 
 @dataclass(frozen=True)

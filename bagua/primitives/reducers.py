@@ -110,7 +110,6 @@ class ReducerMemory:
         declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
         loss_scale: factor by which the values were multiplied. State is kept free of it.
-        layout: what a reducer has found out about the tensor, for its next calls.
         torn: reason, in words, why a change of ``state`` ended half-way; empty if none did.
     """
 
@@ -133,7 +132,6 @@ class ReducerMemory:
         self.step = 0
         self.loss_scale = 1.0
         self.torn = ""
-        self.layout: object = None
         self._communicator = communicator
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
