@@ -282,13 +282,17 @@ class Formation:
         Raises:
             ConfigurationError: others count on the weights that were there before.
         """
-        step, executed = self.phases.step, self.scheduler
-        if not self.equality.loads.begun:
+        step, loads = self.phases.step, self.equality.loads
+        if not loads.before:
             return
-        if self.equality.loads.differ(self.registration.trained_now):
-            executed.check_loads()
-        if self.equality.note_load(step, self.group, self.registration) and self.phases.restored_at != step:
-            executed.weights_were_replaced()
+        loaded = loads.differ(self.registration.trained_now)
+        if loaded:
+            self.scheduler.check_loads()
+        loads.settle(step, loaded=loaded)
+        if loaded and not self.declaration.ranks_differ:
+            loads.tell(self.group)
+        if loaded and self.phases.restored_at != step:
+            self.scheduler.weights_were_replaced()
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""

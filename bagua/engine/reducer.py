@@ -240,7 +240,7 @@ class Reducer:
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
         formation, phases, scheduler = self.formation, self.phases, self.scheduler
-        if formation.equality.loads.begun:
+        if formation.equality.loads.before:
             formation.settle_loads()
         if not scheduler.formed:
             return False

@@ -16,7 +16,6 @@ import torch
 from bagua.algorithms import Algorithm, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, as_bytes
-from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
 from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.replicas import plain
@@ -36,19 +35,17 @@ class Loads:
     Attributes:
         count: steps before which weights were loaded, since the ranks met last.
         step: the last of these steps; -1 before the first.
-        begun: whether there was a call since training went on last.
+        before: digest of the weights before the first call since training went on last; empty if there was none.
     """
 
     def __init__(self) -> None:
         self.count, self.step = 0, -1
         self._meetings = self._calls = 0
-        self._before = b""
-        self.begun = False
+        self.before = b""
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """A call of ``load_state_dict`` begins; the model has ``weights`` before it."""
-        if not self._before:
-            self._before, self.begun = quick_digest(weights), True
+        self.before = self.before or quick_digest(weights)
 
     def end(self) -> None:
         """It has ended."""
@@ -56,24 +53,19 @@ class Loads:
 
     def differ(self, weights: Callable[[], Iterable[torch.Tensor]]) -> bool:
         """Whether ``weights()`` were loaded since training went on last, and not put back."""
-        return bool(self._before) and (
-            self._calls == 1 or (self._calls > 1 and quick_digest(weights()) != self._before)
-        )
+        return self._calls == 1 or (self._calls > 1 and quick_digest(weights()) != self.before)
 
-    def settle(self, step: int, weights: Callable[[], Iterable[torch.Tensor]]) -> bool:
-        """Training goes on with ``step``: whether weights were loaded before it, and not put back.
+    def settle(self, step: int, *, loaded: bool) -> None:
+        """Training goes on with ``step``.
 
         Args:
             step: number of the step that comes next.
-            weights: gives those of the model as they are now.
+            loaded: weights were loaded before it, and not put back.
         """
-        loaded = self.differ(weights)
-        self._calls, self._before, self.begun = 0, b"", False
-        if not loaded:
-            return False
-        self.count += 1
-        self.step = step
-        return True
+        self._calls, self.before = 0, b""
+        if loaded:
+            self.count += 1
+            self.step = step
 
     def unmet(self) -> int:
         """A number for ranks to meet by, if weights were loaded since the question was asked last; else 0.
@@ -180,14 +172,6 @@ class EqualityCheck:
         """All ranks go on with ``step``: look at its end."""
         if self._looks:
             self._begins = self._next = step
-
-    def note_load(self, step: int, group: ProcessGroup, registration: Registration) -> bool:
-        """Training goes on with ``step``: whether weights were loaded before it, and not put back."""
-        if not self.loads.settle(step, registration.trained_now):
-            return False
-        if not self._differ:
-            self.loads.tell(group)
-        return True
 
     def concerns(self, step: int) -> bool:
         """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
