@@ -23,7 +23,7 @@ from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state.agreement import StepFailure, compare_or_refuse, meet
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
-from bagua.engine.state.replicas import make_weights_equal
+from bagua.engine.state.replicas import are_equal, average
 from bagua.errors import BaguaError, CommunicationError
 from bagua.primitives import digest_of_gradients
 
@@ -271,7 +271,9 @@ class Formation:
         if self.group.size > 1 and shared:
             if loads := self.equality.loads.unmet():
                 meet(self.group, f"load{loads}", "weights were loaded")
-            make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
+            weights = [self.model.parameters[name].detach() for name in shared]
+            if not are_equal(weights, self.communicator):
+                average(weights, self.communicator)
         executed.begin_from_weights()
 
     def settle_loads(self) -> None:

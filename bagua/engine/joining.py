@@ -80,19 +80,16 @@ class Joining:
         if present:
             self.active = present
             self._reducer.formation.equality.paused = len(present) < self._communicator.size
-            self._check_all_have_data()
-        return True
-
-    def _check_all_have_data(self) -> None:
         ranks = self._communicator.ranks
-        if self._throws and len(self.active) < len(ranks):
+        if present and self._throws and len(present) < len(ranks):
             raise CollectiveMismatchError(
                 "some ranks have no data left",
                 rank=ranks[self._communicator.rank],
-                peers=[ranks[rank] for rank in range(len(ranks)) if rank not in self.active],
+                peers=[ranks[rank] for rank in range(len(ranks)) if rank not in present],
                 call="join(throw_on_early_termination=True)",
                 advice="Training can go on on all ranks after this error.",
             )
+        return True
 
     def check_announced(self) -> None:
         """A backward pass begins: ranks without data make its step only if they know of it.

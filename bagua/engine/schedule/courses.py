@@ -223,15 +223,10 @@ class Course:
         except BaguaError:  # It is raised before anything changes.
             raise
         except BaseException as error:
-            self._tear(flights, error)
-            raise
-
-    def _tear(self, flights: Sequence[Flight], error: BaseException) -> None:
-        """What is remembered may be of two moments now."""
-        if self.exchange.how is not None:
             for flight in flights:
-                if flight.state:
+                if flight.state and self.exchange.how is not None:  # It may be of two moments now.
                     flight.memory.tear(error)
+            raise
 
     def take_in(self, flight: Flight, clock: Clock, *, finite: bool) -> None:
         """What is remembered and what is trained change here, together."""

@@ -233,11 +233,6 @@ class ModelLanes:
         """Whether no exchange is under way."""
         return all(thread.idle() for thread in self._threads) and all(group.idle() for group in self.groups)
 
-    def wait_until_idle(self) -> None:
-        """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
-        while not self.idle():
-            time.sleep(_POLL_S)
-
     def end(self, end_exchanges: weakref.WeakMethod[Callable[[], object]]) -> None:
         """The group is closing: a slower rank may still need what this one sends in its last step.
 
@@ -248,8 +243,8 @@ class ModelLanes:
         if wait is not None:
             with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
                 wait()
-        else:
-            self.wait_until_idle()
+        while wait is None and not self.idle():  # Each exchange ends by its own deadline at the latest.
+            time.sleep(_POLL_S)
         self.groups.clear()
         self.lanes.clear()
         self._apart.clear()

@@ -97,17 +97,6 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) 
     write_finite(held, means)
 
 
-def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
-    """Replace parameters by their mean over all ranks, if any of them differs. Collective.
-
-    Args:
-        parameters: equal in names, shapes and dtypes on all ranks.
-        communicator: communicator of the ranks.
-    """
-    if not are_equal(parameters, communicator):
-        average([parameter.detach() for parameter in parameters], communicator)
-
-
 def are_equal(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bool:
     """Whether all ranks hold the same. Collective.
 

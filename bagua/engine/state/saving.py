@@ -62,7 +62,7 @@ def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
     Raises:
         CommunicatorClosedError: the state is neither that before an exchange nor that after it.
     """
-    taken = torch.clone if copy else _as_it_is
+    taken: Callable[[torch.Tensor], torch.Tensor] = torch.clone if copy else lambda value: value
     remembered = Remembered(parameters={}, others=[])
     for place in places:
         memory = place.memory
@@ -78,10 +78,6 @@ def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
         if whole:
             remembered["others"].append({"label": place.label, "names": list(place.names), "state": whole})
     return remembered
-
-
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def cut(
