@@ -237,18 +237,6 @@ class Exchange:
         object.__setattr__(self, "until", until)
 
     @property
-    def starts_at(self) -> Point:
-        """``at``, which is never None once the value exists."""
-        assert self.at is not None
-        return self.at
-
-    @property
-    def folds_at(self) -> Point:
-        """``until``, which is never None once the value exists."""
-        assert self.until is not None
-        return self.until
-
-    @property
     def at_once(self) -> bool:
         """Whether it goes from start to fold without anything in between."""
         return self.how is None or (self.lag == 0 and self.at == self.until)
@@ -286,7 +274,7 @@ class Exchange:
 
 
 def _check_places(exchange: Exchange) -> None:
-    at, until = exchange.starts_at, exchange.folds_at
+    at, until = exchange.at, exchange.until
     if exchange.lag == 0 and POINTS.index(until) < POINTS.index(at):
         raise ConfigurationError(
             f"{until!r} comes before {at!r} in each step",
@@ -308,7 +296,7 @@ def _check_places(exchange: Exchange) -> None:
 
 def _check_gradients(exchange: Exchange) -> None:
     """Gradients are there once a backward pass has brought them, and of use until the optimizers step."""
-    at, until = exchange.starts_at, exchange.folds_at
+    at, until = exchange.at, exchange.until
     for point, touches in ((at, "gradients" in exchange.needs), (until, "gradients" in exchange.writes)):
         if touches and point not in _OF_GRADIENTS:
             raise ConfigurationError(
@@ -360,7 +348,7 @@ def _check_lag(exchange: Exchange) -> None:
     if exchange.how is None or exchange.what is None:
         return
     limit, why = None, ""
-    folds_first = POINTS.index(exchange.folds_at) <= POINTS.index(exchange.starts_at)
+    folds_first = POINTS.index(exchange.until) <= POINTS.index(exchange.at)
     if "gradients" in exchange.writes & exchange.needs and folds_first:
         limit, why = 0, "late gradients would take the place of those that are to be sent"
     elif (exchange.writes & exchange.needs) - {"gradients"} or exchange.states():
@@ -384,8 +372,8 @@ def _check_lag(exchange: Exchange) -> None:
 
 def _spans_an_update(exchange: Exchange) -> bool:
     """Whether the optimizers step between start and fold."""
-    after = exchange.folds_at in ("safe", "backward begins", "bucket ready")
-    return exchange.lag > (1 if after and exchange.starts_at in ("stepped", "bucket stepped") else 0)
+    after = exchange.until in ("safe", "backward begins", "bucket ready")
+    return exchange.lag > (1 if after and exchange.at in ("stepped", "bucket stepped") else 0)
 
 
 #: A moment: steps after the start of a flight, and a place in the order of a step.
@@ -467,9 +455,9 @@ def _is_undone(flight: Exchange, other: Exchange) -> bool:
     """Whether ``other`` writes between start and fold of some flight."""
     if flight.at_once:
         return False
-    start: Moment = (0, 3 * POINTS.index(flight.starts_at) + 2)
-    end: Moment = (flight.lag, 3 * POINTS.index(flight.folds_at))
-    place = 3 * POINTS.index(other.folds_at) + (1 if other.at_once else 0)
+    start: Moment = (0, 3 * POINTS.index(flight.at) + 2)
+    end: Moment = (flight.lag, 3 * POINTS.index(flight.until))
+    place = 3 * POINTS.index(other.until) + (1 if other.at_once else 0)
     common = math.gcd(flight.when.steps, other.when.steps)
     return any(
         start < (later, place) < end and (there + other.lag - here - later) % common == 0
