@@ -377,7 +377,7 @@ class Reducer:
         """
         scheduler, formation = self.scheduler, self.formation
         if not late:
-            formation.model.forget_rates()
+            formation.model.noted_rates.clear()
         if not scheduler.owes:
             return
         watched = not stepped and bool(self.optimizers)

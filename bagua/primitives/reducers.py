@@ -110,6 +110,7 @@ class ReducerMemory:
         declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
         loss_scale: factor by which the values were multiplied. State is kept free of it.
+        proposed: what was proposed since the last ``settle``, by name.
         torn: reason, in words, why a change of ``state`` ended half-way; empty if none did.
     """
 
@@ -134,7 +135,7 @@ class ReducerMemory:
         self.torn = ""
         self._communicator = communicator
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self._proposed: dict[str, torch.Tensor] = {}
+        self.proposed: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,19 +205,14 @@ class ReducerMemory:
 
     def forget_proposals(self) -> None:
         """Drop what was proposed."""
-        self._proposed = {}
-
-    @property
-    def proposed(self) -> dict[str, torch.Tensor]:
-        """What was proposed since the last ``settle``, by name."""
-        return dict(self._proposed)
+        self.proposed = {}
 
     def propose(self, name: str) -> torch.Tensor:
         """Where to write the next value of ``state[name]``."""
         if name not in self._spare:
             self._spare[name] = torch.empty_like(self.state[name])
-        self._proposed[name] = self._spare[name]
-        return self._proposed[name]
+        self.proposed[name] = self._spare[name]
+        return self.proposed[name]
 
     def settle(self, result: torch.Tensor) -> None:
         """Put the proposed state in force if ``result`` is finite, which all ranks find alike; else drop it.
@@ -224,7 +220,7 @@ class ReducerMemory:
         Args:
             result: result of the call that proposed it, bitwise identical on all ranks.
         """
-        proposed, self._proposed = self._proposed, {}
+        proposed, self.proposed = self.proposed, {}
         if not proposed:
             return
         finite = torch.isfinite(result.sum(dtype=summing_dtype(result.dtype)))

@@ -35,7 +35,8 @@ class Model:
         buffers: returns the floating-point buffers as they are now, by name.
 
     Attributes:
-        noted_rates: learning rates that were kept by ``note_rates``, by ``id`` of the optimizer; empty if none are.
+        noted_rates: learning rates that were kept by ``note_rates``, by ``id`` of the optimizer; empty where those that
+            optimizers have now count.
     """
 
     def __init__(
@@ -58,10 +59,6 @@ class Model:
     def note_rates(self) -> None:
         """Keep the learning rates of this step: a schedule may go on before the step's exchange is made."""
         self.noted_rates = {id(one): [float(group["lr"]) for group in one.param_groups] for one in self.optimizers}
-
-    def forget_rates(self) -> None:
-        """Learning rates are those that optimizers have now."""
-        self.noted_rates.clear()
 
     def rate_of(self, parameter: torch.Tensor) -> float:
         """The learning rate of ``parameter``, as noted or as it is now; 0.0 if it has no optimizer."""
