@@ -283,7 +283,8 @@ class Sign(CodedBlocks):
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         for rows, magnitudes, packed in self._pieces(flat, *self._split(out, Metadata.of(flat))):
-            magnitudes.copy_(_mean_magnitude(rows))
+            exact = rows.to(exact_dtype(rows.dtype), copy=True)
+            magnitudes.copy_(exact.abs_().mean(dim=1, keepdim=True))
             magnitudes.masked_fill_(magnitudes.isinf(), torch.nan)
             packed.copy_(_pack_signs(rows))
 
@@ -297,11 +298,6 @@ class Sign(CodedBlocks):
             else:
                 signs = _unpack_signs(packed, dtype).view(len(rows), -1)[:, : rows.shape[1]]
                 store(signs.mul_(exact), rows, add)
-
-
-def _mean_magnitude(rows: torch.Tensor) -> torch.Tensor:
-    """The mean of the magnitudes in each row; not finite if one of them, or their sum, is not."""
-    return rows.to(exact_dtype(rows.dtype), copy=True).abs_().mean(dim=1, keepdim=True)
 
 
 def _pack_signs(rows: torch.Tensor) -> torch.Tensor:

@@ -140,17 +140,6 @@ class DifferenceMix(How):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_codec(self.codec)
-        self._check_contraction()
-        if not create(self.topology).static:
-            raise ConfigurationError(
-                "neighbours follow each other's changes, so they must stay the same",
-                argument="topology",
-                expected="a static one, as ring, torus or complete",
-                seen=repr(self.topology),
-                advice="Use DecentralizedAlgorithm for neighbours that change.",
-            )
-
-    def _check_contraction(self) -> None:
         contraction = self.codec.contraction
         if contraction is not None and contraction < LEAST_CONTRACTION:
             raise ConfigurationError(
@@ -159,6 +148,14 @@ class DifferenceMix(How):
                 expected=f"one that keeps at least {LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
                 seen=f"{self.codec!r}, which may keep {contraction:.2%}",
                 advice="For fewer bits use DiLoCoAlgorithm, in which weights stay apart from what is sent.",
+            )
+        if not create(self.topology).static:
+            raise ConfigurationError(
+                "neighbours follow each other's changes, so they must stay the same",
+                argument="topology",
+                expected="a static one, as ring, torus or complete",
+                seen=repr(self.topology),
+                advice="Use DecentralizedAlgorithm for neighbours that change.",
             )
 
     def state(self) -> tuple[State, ...]:
