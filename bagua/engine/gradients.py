@@ -134,7 +134,11 @@ class Arrival:
         """A backward pass starts, whose gradients are multiplied by ``factor``."""
         self.pending = len(self.slots)
         if factor != self._factor:
-            self.scale = self._as_tensor(factor)
+            self._factor = factor
+            # As a tensor it multiplies in a third of the time that a Python number takes.
+            exact = self.bucket.dtype in (torch.float32, torch.float64)
+            dtype = self.bucket.dtype if exact else torch.float64
+            self.scale = None if factor == 1.0 else torch.tensor(factor, dtype=dtype, device="cpu")
         self.waiting, self.waiting_bytes = [], 0
 
     def gather(self) -> None:
@@ -160,11 +164,3 @@ class Arrival:
         if self.fusion:
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
-
-    def _as_tensor(self, factor: float) -> torch.Tensor | None:
-        """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
-        self._factor = factor
-        exact = self.bucket.dtype in (torch.float32, torch.float64)
-        if factor == 1.0:
-            return None
-        return torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64, device="cpu")

@@ -531,10 +531,21 @@ class Scheduler:
     def go_on(self) -> None:
         """Put back what was remembered, and flights where the buckets are those that they started from."""
         remembered, self._remembered = self._remembered, None
-        if remembered is not None:
-            self._restore(remembered)
-            self._board()
-            self._flights = []
+        if remembered is None:
+            return
+        restore(self.places, remembered)
+        known = remembered["parameters"]
+        lacking = {
+            place: [name for name in names if key_of(*place) not in known.get(name, {})]
+            for place, names in self.fresh.items()
+        }
+        self.fresh = {place: names for place, names in lacking.items() if names}  # Only these start from the weights.
+        courses = {(course.label, course.names): course for course in self.courses}
+        for one in self._flights:
+            course = courses.get((one["label"], tuple(one["names"])))
+            if course is not None:
+                course.flights.append(course.returned(one))
+        self._flights = []
 
     def _collected(self, *, copy: bool = True) -> Remembered:
         """Everything that is remembered, but for what has yet to start from the weights; copies, if ``copy``."""
@@ -543,24 +554,6 @@ class Scheduler:
             for name in names:
                 found["parameters"][name].pop(key_of(place, state), None)
         return found
-
-    def _restore(self, remembered: Remembered) -> None:
-        """Put what was remembered back. Only the rest starts from the weights."""
-        restore(self.places, remembered)
-        known = remembered["parameters"]
-        lacking = {
-            place: [name for name in names if key_of(*place) not in known.get(name, {})]
-            for place, names in self.fresh.items()
-        }
-        self.fresh = {place: names for place, names in lacking.items() if names}
-
-    def _board(self) -> None:
-        """Put saved flights under way again, where the buckets are those that they started from."""
-        courses = {(course.label, course.names): course for course in self.courses}
-        for one in self._flights:
-            course = courses.get((one["label"], tuple(one["names"])))
-            if course is not None:
-                course.flights.append(course.returned(one))
 
 
 def _saved(flights: Sequence[tuple[Course, Flight]]) -> list[dict[str, Any]]:
