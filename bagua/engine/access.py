@@ -43,27 +43,20 @@ class GlobalAverage:
         trained = list(reducer.formation.registration.parameters)
         held = reducer.formation.model.buffers() if any("buffers" in one.needs for one in exchanges) else {}
         self._tensors: list[torch.Tensor] = [*trained, *held.values()]
-        self._others = self._means(exchanges)
-        self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
-        self._swap()
-
-    @torch.no_grad()
-    def _means(self, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
-        """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
-        formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
+        self._own = [tensor.detach().clone() for tensor in self._tensors]
+        formation = reducer.formation
         try:
-            formation.scheduler.once(exchanges, formation.model, formation.options, formation.phases.clock)
-            return [tensor.detach().clone() for tensor in self._tensors]
-        finally:
-            for tensor, kept in zip(self._tensors, own, strict=True):
-                tensor.copy_(kept)
+            reducer.scheduler.once(exchanges, formation.model, formation.options, formation.phases.clock)
+        except BaseException:
+            self._take_back()
+            raise
+        self.distance = _distance(trained, self._own[: len(trained)])
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        for tensor, other in zip(self._tensors, self._others, strict=True):
-            before = tensor.detach().clone()
-            tensor.copy_(other)
-            other.copy_(before)
+    def _take_back(self) -> None:
+        for tensor, kept in zip(self._tensors, self._own, strict=True):
+            tensor.copy_(kept)
+        self._own = []
 
     def restore(self) -> None:
         """Give the model its own weights back, and the exchanges that were under way. Once; later calls do nothing.
@@ -71,10 +64,10 @@ class GlobalAverage:
         Raises:
             ConfigurationError: the mean was trained on since.
         """
-        if not self._others:
+        if not self._own:
             return
         if self._reducer.step != self._step:
-            self._others = []
+            self._own = []
             raise ConfigurationError(
                 "the mean was trained on, so the weights from before cannot be restored",
                 argument="average",
@@ -82,8 +75,7 @@ class GlobalAverage:
                 seen=f"{self._reducer.step - self._step} steps",
                 advice="To go on from the mean, call bagua_finish(), or global_avg() without `with`.",
             )
-        self._swap()
-        self._others = []
+        self._take_back()
         if self._reducer.buckets is self._layout:
             self._reducer.scheduler.resume(self._suspended)
 
@@ -100,10 +92,10 @@ class GlobalAverage:
         return f"GlobalAverage(distance={self.distance:.6g})"
 
 
-def _distance(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> float:
+def _distance(means: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> float:
     squares = [
-        torch.linalg.vector_norm(parameter.detach() - mean).double().square().cpu()
-        for parameter, mean in zip(parameters, means, strict=True)
+        torch.linalg.vector_norm(mean.detach() - weights).double().square().cpu()
+        for mean, weights in zip(means, own, strict=True)
     ]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
