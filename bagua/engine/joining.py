@@ -8,7 +8,6 @@ import torch
 
 from bagua.algorithms import Algorithm, Gradients
 from bagua.engine.reducer import Reducer
-from bagua.engine.schedule.facts import is_between_steps
 from bagua.engine.state.replicas import sendable, take_state, tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
@@ -20,7 +19,7 @@ def check_joinable(algorithm: Algorithm, *, by_initial_size: bool) -> None:
         ConfigurationError: it is one.
     """
     exchanges = algorithm.every_exchange()
-    if is_between_steps(exchanges):
+    if algorithm.in_background:
         raise ConfigurationError(
             "ranks that exchange between steps do not wait for each other's steps",
             argument="enable",
