@@ -242,8 +242,11 @@ class Formation:
                 parameter.grad = None
 
     def concern_step(self) -> None:
-        """The backward pass of a step has ended in which ranks are to be compared. Collective."""
+        """The backward pass of a step has ended in which there is something to compare. Collective, unless paused."""
         step = self.phases.step
+        if self.equality.paused:
+            self.equality.postpone(step)
+            return
         self.scheduler.settle()
         self.equality.look_at_gradients(step, self.model, self.group)
         self.to_compare = step

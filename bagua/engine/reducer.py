@@ -342,7 +342,8 @@ class Reducer:
             if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
                 formation.restore_unused(without)
             stride = scheduler.clock.stride
-        if formation.equality.concerns(phases.step):
+        equality = formation.equality
+        if equality.due <= phases.step or equality.loads.step == phases.step:
             formation.concern_step()
         phases.advance(stride)
         self._versions = formation.registration.versions if scheduler.owes else []

@@ -10,7 +10,7 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Mean, Parts, Replace, Sum
-from bagua.engine.state.equality import EqualityCheck
+from bagua.engine.formation import Formation
 from bagua.parallel import with_bagua
 from tests.harness import (
     State,
@@ -55,7 +55,7 @@ class OwnShare(Replace):
 
 @pytest.mark.parametrize("parts", [Parts(), BY_LAYER.parts], ids=["arrival", "strided"])
 def test_what_was_sent_is_known_without_the_factor_of_the_mean(thread_ranks, parts, monkeypatch):
-    monkeypatch.setattr(EqualityCheck, "concerns", lambda *_: False)  # Each rank steps with its own gradients.
+    monkeypatch.setattr(Formation, "concern_step", lambda *_: None)  # Each rank steps with its own gradients.
     algorithm = Algorithm.of(dataclasses.replace(BY_LAYER, then=OwnShare(), parts=parts))
     for rank, state in enumerate(thread_ranks(2, train, algorithm)):
         alone = mlp()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -149,6 +150,7 @@ class EqualityCheck:
 
     Attributes:
         loads: record of weights that were loaded into the model.
+        due: step at whose end all look, or the next after it: one may stand for several; infinite for never.
         paused: True while ranks may differ, because some make steps without data.
         at_once: True to look when the backward pass ends, before optimizers step: one of the ranks may skip that.
     """
@@ -160,7 +162,7 @@ class EqualityCheck:
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
         self._looks = not algorithm.in_background
-        self._next = 0 if self._looks else -1
+        self.due = 0 if self._looks else math.inf
         self._begins = 0
         self._leaves_gradients = not any("gradients" in one.needs for one in algorithm.every_exchange())
         #: Where gradients are exchanged before buckets would be formed: digests of those that this rank computed.
@@ -171,19 +173,12 @@ class EqualityCheck:
     def restart(self, step: int) -> None:
         """All ranks go on with ``step``: look at its end."""
         if self._looks:
-            self._begins = self._next = step
+            self._begins = self.due = step
 
-    def concerns(self, step: int) -> bool:
-        """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
-        if self.paused:
-            if self._is_next(step) and self._every:
-                self._next = step + 1  # As soon as all have data again.
-            return False
-        return 0 <= self._next <= step or step == self.loads.step
-
-    def _is_next(self, step: int) -> bool:
-        """Whether it is time to look; a step may stand for several."""
-        return 0 <= self._next <= step
+    def postpone(self, step: int) -> None:
+        """Ranks may differ at the end of ``step``: look as soon as all have data again."""
+        if self.due <= step and self._every:
+            self.due = step + 1
 
     def look_at_gradients(self, step: int, model: Model, group: ProcessGroup) -> None:
         """At the end of the backward pass of ``step``, warn if all ranks computed the same gradients. Collective."""
@@ -198,11 +193,11 @@ class EqualityCheck:
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
-        if not self._is_next(step):
+        if self.due > step:
             if not self._differ:
                 self.loads.warn_if_alone(step, group)
             return
-        self._next = self._after(step)
+        self.due = self._after(step)
         communicator = group.global_communicator
         difference, by_rounding = self._difference(belief, communicator)
         if difference is not None and not by_rounding:
@@ -210,11 +205,11 @@ class EqualityCheck:
         if difference is not None:
             self._tell_of_rounding(difference, communicator)
 
-    def _after(self, step: int) -> int:
+    def _after(self, step: int) -> float:
         """The step after ``step`` to look in: that after the first update shows what optimizers did differently."""
         since = step - self._begins
         if not self._every:
-            return -1
+            return math.inf
         if since == 0 and not self._differ:
             return step + 1
         return self._begins + (since // self._every + 1) * self._every
