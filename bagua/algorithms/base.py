@@ -17,6 +17,7 @@ import torch
 from bagua import env
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import (
+    WHOLE,
     Every,
     Exchange,
     check_exchanges,
@@ -24,7 +25,7 @@ from bagua.algorithms.exchanges.exchange import (
     differ_between_ranks,
 )
 from bagua.algorithms.exchanges.fields import Model
-from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
+from bagua.algorithms.exchanges.values import Buffers, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group

@@ -160,7 +160,8 @@ _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 #: What nothing may be missing of; of a change of it some may.
 _IN_FULL = {"weights", "buffers"}
 
-_WHOLE = Parts(1, "strided")
+#: All parameters at once: their results are taken in together, or not at all.
+WHOLE = Parts(1, "strided")
 
 #: Where what starts at a point is folded, unless it says otherwise; others at the point itself.
 _FOLDED: dict[Point, Point] = {
@@ -218,7 +219,7 @@ class Exchange:
         check_whole(0, lag=self.lag)
         check_kind(str, "a word", label=self.label)
         if "buffers" in self.needs and self.parts.by == "arrival":
-            object.__setattr__(self, "parts", _WHOLE)
+            object.__setattr__(self, "parts", WHOLE)
         self._settle_points()
         self.then.check(self)
         _check_places(self)

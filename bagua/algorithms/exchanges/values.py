@@ -8,17 +8,13 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Exchange, Parts
+from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Flight, How, Then, What
 from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, has_two_levels, on_leaders, through_leaders
-
-#: All parameters at once: their results are taken in together, or not at all.
-WHOLE = Parts(1, "strided")
-
 
 # What.
 

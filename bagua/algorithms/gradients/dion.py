@@ -70,8 +70,7 @@ class DionAlgorithm(ByHost):
         """Refuse optimizers that do not step along directions."""
         for name, parameter in model.parameters.items():
             owner = model.owner_of(parameter)
-            fits = owner is not None and isinstance(owner[0], DionOptimizer)
-            if not fits:
+            if owner is None or not isinstance(owner[0], DionOptimizer):
                 raise self._refused(f"no DionOptimizer steps {name}", [type(one).__name__ for one in model.optimizers])
         for one in model.optimizers:
             if isinstance(one, DionOptimizer) and (one.matrix_rank, one.momentum) != (self.matrix_rank, self.momentum):

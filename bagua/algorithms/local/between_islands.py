@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm, WithInner
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
+from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
 from bagua.algorithms.exchanges.fields import Flight, How, Model, Then
-from bagua.algorithms.exchanges.values import WHOLE, Sum
+from bagua.algorithms.exchanges.values import Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_flags, check_kind
@@ -193,7 +193,7 @@ class OverIslands(WithInner):
         found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
         if self.sharded or not self.islands.ranks or any("gradients" in one.needs for one in found):
             inside = []
-        let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
+        let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=WHOLE)
         return (*inside, *found, let_in.labelled("newcomers"))
 
     def closing(self) -> tuple[Exchange, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
-from bagua.algorithms.exchanges.values import WHOLE, Replace, Weights
+from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
+from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.compression import Codec, as_codec

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
 from bagua.algorithms.declarations import DistributedAlgorithm
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
 from bagua.algorithms.exchanges.fields import Model
-from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Sum
+from bagua.algorithms.exchanges.values import Buffers, Mean, Replace, Sum
 from bagua.checks import check_choice, check_flags, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import SumReducer

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
 from bagua.algorithms.exchanges.fields import Flight, Then
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
-from bagua.algorithms.exchanges.values import WHOLE, Difference
+from bagua.algorithms.exchanges.values import Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
 from bagua.algorithms.exchanges.outer import Outer, OuterStep, Retain
-from bagua.algorithms.exchanges.values import WHOLE, Difference
+from bagua.algorithms.exchanges.values import Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
