@@ -56,11 +56,6 @@ def sent_by(call: Call, rank: int, size: int) -> int:
     return share * times.get(call.kind, 0)
 
 
-def sent_bytes(call: Call, rank: int, size: int) -> int:
-    """Bytes that ``rank`` of ``size`` must send for ``call``; see ``KindStatistics.sent_bytes``."""
-    return sent_evenly(call.kind, call.nbytes, size) if call.kind in EVEN else sent_by(call, rank, size)
-
-
 def merge(tables: list[dict[str, KindStatistics]]) -> dict[str, KindStatistics]:
     """Sum of several snapshots, by kind."""
     totals: dict[str, KindStatistics] = {}

@@ -154,11 +154,6 @@ class ControlLine(Line):
         #: What is the same in all lines when all ranks do the same with data in the same place.
         self.comparable = [numbers[:_SEQUENCE] for numbers in self._numbers]
 
-    @property
-    def nonce(self) -> bytes:
-        """What the owner wrote there, to show that this is its memory."""
-        return bytes(self._bytes[:NONCE_BYTES])
-
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
         place = self.places[slot]
