@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from bagua.comm.operands import check_rank, reduction_name
 from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import Steps, Work
+from bagua.comm.work import Steps, Work, joined
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
 #: The communicator of these calls, which is above them.
@@ -322,12 +323,7 @@ def allreduce_coalesced(
     for tensor in tensors:
         communicator.intake.check(tensor, "tensors")
         reduction_name(op, tensor.dtype)
-    return _coalesced(
-        communicator,
-        tensors,
-        lambda flat: communicator.allreduce(flat, op, async_op=async_op, timeout=timeout),
-        async_op,
-    )
+    return _coalesced(communicator, tensors, partial(communicator.allreduce, op=op), async_op, timeout)
 
 
 def broadcast_coalesced(
@@ -348,12 +344,7 @@ def broadcast_coalesced(
         timeout: deadline of each message.
     """
     root = check_rank(root, communicator.size, "root")
-    return _coalesced(
-        communicator,
-        _listed(tensors),
-        lambda flat: communicator.broadcast(flat, root, async_op=async_op, timeout=timeout),
-        async_op,
-    )
+    return _coalesced(communicator, _listed(tensors), partial(communicator.broadcast, root=root), async_op, timeout)
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -365,24 +356,28 @@ def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _coalesced(
-    communicator: Caller, tensors: list[torch.Tensor], start: Callable[[torch.Tensor], Work | None], async_op: bool
+    communicator: Caller,
+    tensors: list[torch.Tensor],
+    call: Callable[..., Work | None],
+    async_op: bool,
+    timeout: Timeout,
 ) -> Work | None:
     targets = [communicator.intake.in_place(tensor, "tensors") for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for plain, _ in targets:
         alike.setdefault((plain.dtype, plain.device), []).append(plain)
+    flats = [torch.cat([part.view(-1) for part in parts]) for parts in alike.values()]
+    works = [call(flat, async_op=async_op, timeout=timeout) for flat in flats]
 
-    def steps() -> Steps:
-        flats = [torch.cat([part.view(-1) for part in parts]) for parts in alike.values()]
-        works = [start(flat) for flat in flats]
-        for work, flat, parts in zip(works, flats, alike.values(), strict=True):
-            if work is not None:
-                yield work
+    def finish() -> list[torch.Tensor]:
+        for flat, parts in zip(flats, alike.values(), strict=True):
             copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
-        for _, finish in targets:
-            if finish is not None:
-                finish()
+        for _, bring in targets:
+            if bring is not None:
+                bring()
         return tensors
 
-    work = communicator.pipeline.compose(steps(), async_op)
-    return work if async_op else None
+    if async_op:
+        return joined([work for work in works if work is not None], finish)
+    finish()
+    return None

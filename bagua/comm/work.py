@@ -182,19 +182,18 @@ class Work(Handle):
         return self._notify is not None and self._notify(callback)
 
 
-def joined(works: Sequence[Work], finish: Callable[[], None] | None) -> Work:
+def joined(works: Sequence[Work], finish: Callable[[], Any] | None) -> Work:
     """Several works that were started together as one, complete when all are.
 
     Args:
         works: none depends on another.
-        finish: brings the results to where they belong, once.
+        finish: brings the results to where they belong, once, and returns that of the whole.
     """
     together = Joined(*works)
 
-    def complete(timeout_s: float | None) -> None:
+    def complete(timeout_s: float | None) -> Any:
         together.wait(timeout_s)
-        if finish is not None:
-            finish()
+        return None if finish is None else finish()
 
     def give_up(timeout_s: float) -> CommunicationError | None:
         errors = (work.give_up(timeout_s) for work in works)

@@ -301,18 +301,7 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.AllreduceCoalescedOptions, "tensors:list opts")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce all tensors in place, with one message for each dtype."""
-        alike: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            alike.setdefault(tensor.dtype, []).append(tensor)
-        flats = [(flat_of(parts), parts) for parts in alike.values()]
-
-        def finish() -> None:
-            for flat, parts in flats:
-                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
-
-        operation = opts.reduceOp.op
-        calls = [partial(self._starter.collectives.allreduce, flat, operation) for flat, _ in flats]
-        return self._starter.start(opts, tensors, calls, finish)
+        return self._make(opts, tensors, Communicator.allreduce_coalesced, tensors, opts.reduceOp.op)
 
     @takes(c10d.BroadcastOptions, "tensors:list opts", "tensor root:rank timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
