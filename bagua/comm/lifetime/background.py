@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from bagua.comm.lifetime.forks import family, forked_error
@@ -135,25 +135,36 @@ class BackgroundThread:
         return not thread.is_alive()
 
 
-def bounded(function: Callable[[], T], limit_s: float) -> T | None:
-    """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
+def within(limit_s: float, ask: Callable[[], T]) -> T:
+    """What ``ask`` returns or raises, for somebody who has no thread to lose.
 
     A store whose host was stopped never answers, and its client cannot be interrupted.
+
+    Args:
+        limit_s: seconds that it may take.
+        ask: called in another thread.
+
+    Raises:
+        TimeoutError: it takes longer, or no thread can start.
     """
-    results: list[T] = []
-    ended = threading.Event()
+    outcome: Future[T] = Future()
 
     def run() -> None:
-        # Nothing that a store can raise may hide the error that led here.
         try:
-            with contextlib.suppress(Exception):
-                results.append(function())
-        finally:
-            ended.set()
+            outcome.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            outcome.set_exception(error)
 
-    if _beside.start(run):
-        ended.wait(limit_s)
-    return results[0] if results else None
+    if not _beside.start(run) or not wait([outcome], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return outcome.result()
+
+
+def bounded(function: Callable[[], T], limit_s: float) -> T | None:
+    """The result of ``function``, or None if it fails or takes longer than ``limit_s``; see ``within``."""
+    with contextlib.suppress(Exception):  # Nothing that a store can raise may hide the error that led here.
+        return within(limit_s, function)
+    return None
 
 
 class _Beside:

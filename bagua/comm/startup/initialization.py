@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from types import NoneType
 
@@ -17,7 +16,7 @@ from typing_extensions import Never
 from bagua import env
 from bagua.checks import check_kind
 from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.lifetime.background import within
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Place, Recorder, observers
@@ -292,8 +291,10 @@ def _host_store(address: str, port: int, timeout_s: float) -> dist.Store:
 def _join_store(address: str, port: int, rank: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
     started = time.monotonic()
     try:
-        return _client(address, port, wait_for_listener(address, port, timeout_s))
-    except (OSError, RuntimeError, FutureTimeoutError) as error:
+        left_s = wait_for_listener(address, port, timeout_s)
+        # Torch waits without end for the answer of a server that is no store.
+        return within(left_s, lambda: connect_store(port, left_s, address))
+    except (OSError, RuntimeError) as error:
         host = "the launcher's agent" if by_agent else "rank 0"
         raise CollectiveTimeoutError(
             f"rank {rank} could not reach the store of {host} at {address}:{port}",
@@ -304,12 +305,3 @@ def _join_store(address: str, port: int, rank: int, timeout_s: float, *, by_agen
             timeout_s=timeout_s,
             advice="Check that it runs, and that MASTER_ADDR and MASTER_PORT are right on every host.",
         ) from error
-
-
-def _client(address: str, port: int, timeout_s: float) -> dist.Store:
-    """A store that another process hosts. Torch waits without end for the answer of a server that is no store."""
-    thread = BackgroundThread("bagua-store")
-    try:
-        return thread.submit(lambda: connect_store(port, timeout_s, address)).result(timeout_s)
-    finally:
-        thread.stop(timeout_s=0.0)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import Store
 
-from bagua.comm.lifetime.background import beside, bounded
+from bagua.comm.lifetime.background import beside, within
 from bagua.comm.store.keys import behind_token, bottom_of, read_present
 from bagua.comm.store.serving import connect_store
-
-T = TypeVar("T")
 
 
 class Beats:
@@ -88,7 +86,7 @@ class Beats:
         Raises:
             TimeoutError: it takes longer.
         """
-        return _within(limit_s, self.read)
+        return within(limit_s, self.read)
 
     def _read_some(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         texts = read_present(store, [f"bagua/beat/{rank}" for rank in ranks])
@@ -114,19 +112,4 @@ def connect_beats(host: str, port: int, limit_s: float = 10.0) -> Beats:
         RuntimeError: who answers is no store, or nothing answers.
         TimeoutError: it takes longer.
     """
-    return Beats(_within(limit_s, lambda: connect_store(port, limit_s, host)), -1)
-
-
-def _within(limit_s: float, ask: Callable[[], T]) -> T:
-    def attempt() -> tuple[T] | Exception:
-        try:
-            return (ask(),)
-        except Exception as error:  # noqa: BLE001 - raised below
-            return error
-
-    found = bounded(attempt, limit_s)
-    if found is None:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    if isinstance(found, Exception):
-        raise found
-    return found[0]
+    return Beats(within(limit_s, lambda: connect_store(port, limit_s, host)), -1)
