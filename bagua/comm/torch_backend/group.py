@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.forks import leak
-from bagua.comm.operands import as_seconds, check_rank
+from bagua.comm.operands import as_seconds, check_rank, reduction_name
+from bagua.comm.reduction import fold
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_backend.forms import takes
 from bagua.comm.torch_backend.hooks import HAS_HOOKS, Passage, hookable
@@ -41,7 +42,7 @@ from bagua.comm.torch_forms.lists import (
 from bagua.comm.torch_forms.lists import flat as flat_of
 from bagua.comm.torch_private import end_coalescing, method_of, start_coalescing
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
+from bagua.errors import ConfigurationError, InvalidTensorError
 
 
 def as_one(backend: Any, name: str, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
@@ -51,15 +52,6 @@ def as_one(backend: Any, name: str, outputs: list[Tensor], tensors: list[Tensor]
     for output, tensor in zip(outputs, tensors, strict=True):
         call(output, tensor, opts)
     return end_coalescing(backend)
-
-
-#: How the rows of a tensor are reduced to one.
-REDUCE_ROWS: dict[Any, Callable[[Tensor], Tensor]] = {
-    dist.ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
-    dist.ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
-    dist.ReduceOp.MIN: lambda rows: rows.amin(0),
-    dist.ReduceOp.MAX: lambda rows: rows.amax(0),
-}
 
 
 def first(tensors: Sequence[Tensor]) -> Tensor:
@@ -279,23 +271,13 @@ class TorchGroup(dist.ProcessGroup):
         return started
 
     def _allreduce_together(self, tensors: list[Tensor], opts: Any) -> Any:
-        operation = opts.reduceOp.op
-        try:
-            reduce_rows = REDUCE_ROWS[operation]
-        except KeyError:
-            raise InvalidReduceOpError(
-                "several tensors of one allreduce are not reduced with each other in this way",
-                argument="op",
-                expected=f"one of {', '.join(known.name for known in REDUCE_ROWS)}",
-                seen=operation,
-                advice="Make a call for each tensor, or allreduce_coalesced.",
-            ) from None
-        rows = rows_of(tensors)
+        rows, operation = rows_of(tensors), opts.reduceOp.op
+        total = fold([*rows], reduction_name(operation, rows.dtype), torch.empty_like(rows[0]))
 
         def finish() -> None:
-            copy_pieces(tensors, [reduce_rows(rows)] * len(tensors))
+            copy_pieces(tensors, [total] * len(tensors))
 
-        call = partial(self._starter.collectives.allreduce, rows, operation)
+        call = partial(self._starter.collectives.allreduce, total, operation)
         return self._starter.start(opts, tensors, [call], finish)
 
     @takes(c10d.AllreduceCoalescedOptions, "tensors:list opts")
