@@ -39,7 +39,7 @@ from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Data
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
-from bagua.comm.transports.memory.messages import Messages, Wildcard, Wildcards
+from bagua.comm.transports.memory.messages import Messages, Wildcard
 from bagua.comm.transports.memory.peers import Peers
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConcurrentUseError
 
@@ -69,7 +69,8 @@ class MemoryTransport(Transport):
         self._peers = peers
         self._lanes = peers.lanes
         self._messages = Messages(peers)
-        self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))
+        #: Receives from any rank that are not over, in the order in which they were started.
+        self._wildcards: list[Wildcard] = []
         self._turn = 0
         self._small_bytes = small_bytes(membership.size)
         self.arrivals: Arrivals = [(0, 0.0, ())] * ARRIVALS_LENGTH
@@ -83,7 +84,7 @@ class MemoryTransport(Transport):
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = _new_deadline((time.perf_counter() + timeout_s, timeout_s))
         lanes = _lanes(call, self.rank)
-        order = self._order(call) if self._wildcards.open or (call.root < 0 and lanes is not _COLLECTIVES) else ()
+        order = self._order(call) if self._wildcards or (call.root < 0 and lanes is not _COLLECTIVES) else ()
         if not (asynchronous or order) and (not self._lanes.latest or self._lanes.idle(*lanes)):
             if not self._lanes.shared:
                 self._run(call, source, target, deadline, lanes)
@@ -104,8 +105,8 @@ class MemoryTransport(Transport):
         """The receives from any rank that ``call`` comes after; of such a receive itself the last one is its own."""
         if call.kind not in ("recv", "sendrecv"):
             return ()
-        earlier = self._wildcards.earlier()
-        return (*earlier, self._wildcards.start()) if call.kind == "recv" and call.root < 0 else earlier
+        earlier = tuple(self._wildcards)
+        return (*earlier, Wildcard(self._lanes, self._wildcards)) if call.kind == "recv" and call.root < 0 else earlier
 
     def share(self) -> None:
         """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
