@@ -16,7 +16,7 @@ from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_length
 from bagua.comm.transports.memory.line import FaultHook, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
-from bagua.comm.transports.shm.attach import Attached, DescriptorChannel, attach
+from bagua.comm.transports.shm.attach import DescriptorChannel, attach
 from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, Location, OwnLine, PeerLine, Where
 from bagua.comm.transports.shm.segments import HEADER_BYTES, Segment, Views, allocate, find
 from bagua.errors import TransportUnavailableError
@@ -188,7 +188,12 @@ class ShmPeers(Peers):
         self._channels = {
             rank: DescriptorChannel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
         }
-        lines = self._lines_of(attached, membership)
+        lines: list[ControlLine] = [
+            self._line
+            if rank == membership.rank
+            else PeerLine(attached.peers[rank].memory, membership.size, self._line, self._channels[rank].segment)
+            for rank in range(membership.size)
+        ]
         super().__init__(lines, membership, fault)
         self._control_lines = lines
         self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
@@ -208,16 +213,6 @@ class ShmPeers(Peers):
         #: handler that comes in between may ring, too.
         self._bed = threading.RLock()
         self._closed = False
-
-    def _lines_of(self, attached: Attached, membership: Membership) -> list[ControlLine]:
-        lines: list[ControlLine] = []
-        for rank in range(membership.size):
-            if rank == membership.rank:
-                lines.append(self._line)
-                continue
-            memory, segments = attached.peers[rank].memory, self._channels[rank].segment
-            lines.append(PeerLine(memory, membership.size, self._line, segments))
-        return lines
 
     # Where the data lies.
 
