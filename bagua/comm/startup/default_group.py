@@ -265,10 +265,6 @@ def from_torch_group(
     return made
 
 
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
 def get_rank(group: Group | None = None) -> int:
     """Rank of this process in ``group``, -1 if it is no member; before initialization what the launcher says, else 0.
 
@@ -279,7 +275,7 @@ def get_rank(group: Group | None = None) -> int:
         InvalidTypeError: something else than a group.
     """
     if group is None:
-        return get_default_group().rank if is_initialized() else _or(env.get_rank(), 0)
+        return get_default_group().rank if is_initialized() else env.get_rank() or 0
     if isinstance(group, ProcessGroup | Communicator | NonMember):
         return group.rank
     return dist.get_rank(_of_torch(group))
@@ -295,7 +291,7 @@ def get_world_size(group: Group | None = None) -> int:
         InvalidTypeError: something else than a group.
     """
     if group is None:
-        return get_default_group().size if is_initialized() else _or(env.get_world_size(), 1)
+        return get_default_group().size if is_initialized() else env.get_world_size() or 1
     if isinstance(group, ProcessGroup | Communicator | NonMember):
         return group.size
     return dist.get_world_size(_of_torch(group))
@@ -340,7 +336,7 @@ def _as_launched(said: int | None, fact: str, default: int) -> int:
     group = get_default_group() if is_initialized() else None
     if group is not None and (said is None or group.backend == "threads"):
         return int(getattr(group, fact))
-    return _or(said, default)
+    return default if said is None else said
 
 
 def stats() -> dict[str, KindStatistics]:
