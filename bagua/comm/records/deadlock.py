@@ -8,7 +8,6 @@ never goes on.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -21,7 +20,7 @@ from bagua.comm.call import POINT_TO_POINT
 from bagua.comm.lifetime.background import bounded
 from bagua.comm.long_wait import Activity
 from bagua.comm.records.recorder import CallRecord, Recorder, Statistics
-from bagua.comm.store.keys import behind_token, bottom_of, read_present
+from bagua.comm.store.keys import job_board, read_present
 from bagua.errors import CollectiveMismatchError
 
 #: How long the store may take for one look, in seconds. It includes the time that the others get to see the verdict.
@@ -170,12 +169,9 @@ class Deadlocks:
         return None if verdict is None else _error(rank, verdict)
 
     def _board(self) -> Store:
-        """Where the ranks of the job say it, over a connection that no call of the job keeps busy."""
-        if self._connection is None:
-            self._connection = bottom_of(self._store)
-            with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-                self._connection = self._connection.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
-        return PrefixStore(f"bagua/waits/{self._recorder.job}", behind_token(self._connection))
+        """Where the ranks of the job say it."""
+        self._connection = self._connection or job_board(self._store)
+        return PrefixStore(f"bagua/waits/{self._recorder.job}", self._connection)
 
     def _is_same(self, rank: int, report: Standstill, beat: int) -> bool:
         before = self._seen.get(rank)

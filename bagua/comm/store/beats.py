@@ -6,6 +6,7 @@ The keys do not depend on groups or restarts: the latest job of a store is the o
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch.distributed import Store
 
 from bagua.comm.lifetime.background import beside, within
-from bagua.comm.store.keys import behind_token, bottom_of, read_present
+from bagua.comm.store.keys import job_board, read_present
 from bagua.comm.store.serving import connect_store
 
 
@@ -35,9 +36,8 @@ class Beats:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = behind_token(bottom_of(store))
+        self._store = store
         self._rank = rank
-        self._own: Store | None = None
         self._busy = False
 
     def post(self, beat: dict[str, Any], then: Callable[[], None]) -> None:
@@ -67,11 +67,11 @@ class Beats:
         Args:
             beat: anything JSON can hold, with ``world_size``.
         """
-        self._connection().set(f"bagua/beat/{self._rank}", json.dumps(beat))
+        self._connection.set(f"bagua/beat/{self._rank}", json.dumps(beat))
 
     def read(self) -> dict[int, dict[str, Any]]:
         """The last beat of each rank that has posted one."""
-        store = self._connection()
+        store = self._connection
         first = self._read_some(store, [0])
         if not first:
             return {}
@@ -92,12 +92,10 @@ class Beats:
         texts = read_present(store, [f"bagua/beat/{rank}" for rank in ranks])
         return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True) if text is not None}
 
+    @functools.cached_property
     def _connection(self) -> Store:
-        """A connection that no call of the job keeps busy, made when it is needed first."""
-        if self._own is None:
-            with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-                self._own = self._store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
-        return self._own or self._store
+        """Made when it is needed first."""
+        return job_board(self._store)
 
 
 def connect_beats(host: str, port: int, limit_s: float = 10.0) -> Beats:

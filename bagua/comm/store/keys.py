@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -92,3 +93,15 @@ def bottom_of(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def job_board(store: Store) -> Store:
+    """All of the job's keys that begin with ``BAGUA_TOKEN``, over a connection that no call of the job keeps busy.
+
+    Args:
+        store: any store of the job; its server is what counts. One that makes no other connection is used itself.
+    """
+    bottom = bottom_of(store)
+    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+        bottom = bottom.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+    return behind_token(bottom)
