@@ -34,9 +34,9 @@ from bagua.comm.startup.hosts import host_identity
 from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.bounded import bounded
 from bagua.comm.transports.contract import Membership
-from bagua.comm.transports.shm.line import NONCE_BYTES
+from bagua.comm.transports.shm.line import NONCE_BYTES, MappedSegment
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
-from bagua.comm.transports.shm.segments import MappedSegment, Segment
+from bagua.comm.transports.shm.segments import Segment
 from bagua.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, TransportUnavailableError
 
 _MESSAGE = struct.Struct("q")

@@ -17,8 +17,8 @@ import torch
 from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
-from bagua.comm.transports.shm.memory import SharedMemory
-from bagua.comm.transports.shm.segments import MappedSegment, Views
+from bagua.comm.transports.shm.memory import SharedMemory, map_memory
+from bagua.comm.transports.shm.segments import GONE
 
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
@@ -41,6 +41,60 @@ NONCE_BYTES = 16
 #: call is the last, because it alone changes when the same call is made again.
 _RECORD = struct.Struct("17q")
 _AGREEMENT, _PLACE, _SEGMENT, _SEQUENCE = 5, 9, 11, 16
+
+
+#: Views kept for the next call with the same sizes; more than a step of training asks for.
+_KEPT_VIEWS = 64
+
+
+class Views:
+    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
+
+    Attributes:
+        address: address of the first byte.
+    """
+
+    __slots__ = ("_bytes", "_kept", "address")
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.address = memory.address
+        self._bytes = memory.bytes()
+        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+
+    def get(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """``numel`` elements from byte ``offset``, which is a multiple of their size."""
+        key = (dtype, offset, numel)
+        view = self._kept.get(key)
+        if view is None:
+            if len(self._kept) >= _KEPT_VIEWS:
+                self._kept.clear()
+            with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
+                view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+            self._kept[key] = view
+        return view
+
+
+class MappedSegment:
+    """A segment of a peer.
+
+    Args:
+        descriptor: as the peer passed it on; it may be closed afterwards.
+
+    Attributes:
+        views: typed parts of all of it, header included.
+    """
+
+    __slots__ = ("_header", "views")
+
+    def __init__(self, descriptor: int) -> None:
+        memory = map_memory(descriptor)
+        self.views = Views(memory)
+        self._header = memory.view()[:8].cast("q")
+
+    @property
+    def gone(self) -> bool:
+        """Whether the peer has no tensor in it any more."""
+        return self._header[0] == GONE
 
 
 #: Maps the segment with a number, and unmaps others that are gone, but for those that a function names.

@@ -17,8 +17,8 @@ from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_le
 from bagua.comm.transports.memory.line import FaultHook, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.shm.attach import DescriptorChannel, attach
-from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, Location, OwnLine, PeerLine, Where
-from bagua.comm.transports.shm.segments import HEADER_BYTES, Segment, Views, allocate, find
+from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, Location, OwnLine, PeerLine, Views, Where
+from bagua.comm.transports.shm.segments import HEADER_BYTES, Segment, allocate, find
 from bagua.errors import TransportUnavailableError
 
 #: Where some ranks only write and others only read, they take turns: pieces small enough for both to be busy.
@@ -188,7 +188,7 @@ class ShmPeers(Peers):
         self._channels = {
             rank: DescriptorChannel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
         }
-        lines: list[ControlLine] = [
+        lines: list[OwnLine | PeerLine] = [
             self._line
             if rank == membership.rank
             else PeerLine(attached.peers[rank].memory, membership.size, self._line, self._channels[rank].segment)

@@ -17,13 +17,12 @@ from operator import attrgetter
 import torch
 
 from bagua.comm.lifetime.forks import family
-from bagua.comm.transports.shm.memory import SharedMemory, create_memory, make_private, map_memory
+from bagua.comm.transports.shm.memory import SharedMemory, create_memory, make_private
 
 #: Data starts here; before it lies the word that says whether the segment is still in use.
 HEADER_BYTES = 64
-_IN_USE, _GONE = 0, 1
-#: Views kept for the next call with the same sizes; more than a step of training asks for.
-_KEPT_VIEWS = 64
+#: What that word says when the last tensor has died; it begins as 0.
+GONE = 1
 
 
 class Segment:
@@ -54,7 +53,7 @@ class Segment:
         """Tell the peers. Runs wherever the last tensor dies, so it takes no lock."""
         self.gone = True
         if self._process == os.getpid():
-            ctypes.c_int64.from_address(self.address).value = _GONE
+            ctypes.c_int64.from_address(self.address).value = GONE
             os.close(self.descriptor)
 
     def inherit(self) -> None:
@@ -132,53 +131,3 @@ def allocate(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, Segment]:
 def find(tensor: torch.Tensor) -> Segment | None:
     """The segment in which all of ``tensor``, which is contiguous, lies; None for ordinary memory."""
     return _registry.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-class Views:
-    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
-
-    Attributes:
-        address: address of the first byte.
-    """
-
-    __slots__ = ("_bytes", "_kept", "address")
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self.address = memory.address
-        self._bytes = memory.bytes()
-        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
-
-    def get(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """``numel`` elements from byte ``offset``, which is a multiple of their size."""
-        key = (dtype, offset, numel)
-        view = self._kept.get(key)
-        if view is None:
-            if len(self._kept) >= _KEPT_VIEWS:
-                self._kept.clear()
-            with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
-                view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-            self._kept[key] = view
-        return view
-
-
-class MappedSegment:
-    """A segment of a peer.
-
-    Args:
-        descriptor: as the peer passed it on; it may be closed afterwards.
-
-    Attributes:
-        views: typed parts of all of it, header included.
-    """
-
-    __slots__ = ("_header", "views")
-
-    def __init__(self, descriptor: int) -> None:
-        memory = map_memory(descriptor)
-        self.views = Views(memory)
-        self._header = memory.view()[:8].cast("q")
-
-    @property
-    def gone(self) -> bool:
-        """Whether the peer has no tensor in it any more."""
-        return self._header[0] == _GONE
