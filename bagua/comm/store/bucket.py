@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 import threading
 import time
@@ -29,6 +28,8 @@ BUCKET = re.compile(r"(?P<scheme>file|s3|gs|az)://(?P<path>[^@?#]+)")
 _RETRIES, _RETRY_S = 3, 10.0
 #: Parts of a large object that are under way at once.
 _UPLOADS = 4
+#: Objects that are deleted in one request.
+_MOST_DELETED = 500
 #: Seconds between two looks whether an object is there: the first in a folder and in a bucket, growth, and the longest.
 _FIRST_IN_FOLDER_S, _FIRST_S, _GROWTH, _LONGEST_S = 0.002, 0.05, 1.5, 2.0
 #: A suffix keeps the value of a key apart from the folder of the keys that begin with it.
@@ -132,7 +133,9 @@ class ObjectBucket:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects, of which some may be gone."""
-        for batch in _batches(names):
+        every = list(names)
+        for start in range(0, len(every), _MOST_DELETED):
+            batch = every[start : start + _MOST_DELETED]
             try:
                 self._ask("delete", batch[0], lambda batch=batch: self._obstore.delete(self._objects, batch))  # type: ignore[misc]
             except FileNotFoundError:  # Folders say so, of the first.
@@ -170,12 +173,6 @@ def _words_of(error: Exception) -> str:
     plain = {"PermissionDenied": "permission is denied", "Unauthenticated": "the credentials are not accepted"}
     words = plain.get(kind, "the request failed" if kind == "Generic" else f"the request failed ({kind})")
     return f"{words}, with status {status[1]}" if status is not None else words
-
-
-def _batches(names: Collection[str], most: int = 500) -> Iterator[list[str]]:
-    rest = iter(names)
-    while batch := list(itertools.islice(rest, most)):
-        yield batch
 
 
 class BucketStore(PolledStore):
