@@ -368,7 +368,8 @@ class CallPipeline:
         culprit, reason = blame(error, self._global_rank, str(call))
         self._transport.abort(reason, culprit)
         if isinstance(error, CommunicationError):
-            observers.failed(self._recorder, error)
+            for observer in observers:
+                observer.failed(self._recorder, error)
 
     def _break_between_calls(self, error: BaseException) -> None:
         """Make this communicator unusable because ``error`` ended a collective made of several between two of them."""

@@ -142,24 +142,26 @@ class _Watches:
 
     def failed(self, recorder: Recorder, error: BaseException) -> None:
         """See ``Observer``."""
-        watch, folder = self.of.get(recorder), env.flight_dir()
-        flight = self._flights.get(recorder) if watch is None else watch.flight
-        if flight is None and watch is None and folder is not None and recorder.open:
-            flight = FlightRecord(recorder, recorder.open[0].place, folder, listens=False)
-            flight = self._flights.setdefault(recorder, flight)
-        if flight is not None:
-            flight.fail(error)
+        with contextlib.suppress(Exception):
+            watch, folder = self.of.get(recorder), env.flight_dir()
+            flight = self._flights.get(recorder) if watch is None else watch.flight
+            if flight is None and watch is None and folder is not None and recorder.open:
+                flight = FlightRecord(recorder, recorder.open[0].place, folder, listens=False)
+                flight = self._flights.setdefault(recorder, flight)
+            if flight is not None:
+                flight.fail(error)
 
     def ended(self, recorder: Recorder) -> None:
         """See ``Observer``."""
         watch = self.of.pop(recorder, None)
         if watch is not None:
-            watch.end()
+            with contextlib.suppress(Exception):
+                watch.end()
 
 
 _watches = _Watches()
 #: From the import of this module on, ranks that are initialized are watched.
-observers.all.append(_watches)
+observers.append(_watches)
 
 
 def watch_of(recorder: Recorder) -> RankWatch | None:

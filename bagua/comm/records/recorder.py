@@ -7,7 +7,6 @@ rest. Calls of one communicator that overlap are counted once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import threading
@@ -462,41 +461,20 @@ def in_background(recorder: Recorder | None = None) -> Iterator[None]:
 
 
 class Observer(Protocol):
-    """Is told when a rank starts, fails and ends."""
+    """Is told when a rank starts, fails and ends. What goes wrong there must not hide what it is told of."""
 
     def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
-        """The rank is connected: ``place`` is that of all ranks, ``beats`` what they say of themselves."""
+        """The rank is connected: ``place`` is that of all ranks, ``beats`` what they say of themselves.
+
+        What it raises, because of a wrong option for example, reaches the user.
+        """
 
     def failed(self, recorder: Recorder, error: BaseException) -> None:
-        """A call ended with ``error``; the other ranks have been told."""
+        """A call ended with ``error``; the other ranks have been told. Raises nothing."""
 
     def ended(self, recorder: Recorder) -> None:
-        """The rank closes all of its communicators."""
-
-
-class Observers:
-    """Who is told. What goes wrong there must not hide what it is told of."""
-
-    def __init__(self) -> None:
-        self.all: list[Observer] = []
-
-    def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
-        """See ``Observer``; what an observer raises here, a wrong option for example, reaches the user."""
-        for one in self.all:
-            one.started(recorder, place, beats)
-
-    def failed(self, recorder: Recorder, error: BaseException) -> None:
-        """See ``Observer``."""
-        for one in self.all:
-            with contextlib.suppress(Exception):
-                one.failed(recorder, error)
-
-    def ended(self, recorder: Recorder) -> None:
-        """See ``Observer``."""
-        for one in self.all:
-            with contextlib.suppress(Exception):
-                one.ended(recorder)
+        """The rank closes all of its communicators. Raises nothing."""
 
 
 #: Of this process.
-observers = Observers()
+observers: list[Observer] = []

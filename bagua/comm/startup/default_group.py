@@ -69,7 +69,8 @@ class World:
         Raises:
             Exception: the first error of one of them, after all were ended.
         """
-        observers.ended(self.group.recorder)
+        for observer in observers:
+            observer.ended(self.group.recorder)
         run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
 
     def abort(self, error: BaseException | None) -> None:

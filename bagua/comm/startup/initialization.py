@@ -143,7 +143,8 @@ def _tell_observers(group: ProcessGroup, store: dist.Store) -> None:
     """Have the rank watched; if an observer refuses, the rank is not initialized."""
     place = Place(group.label, group.backend, group.rank, group.ranks)
     try:
-        observers.started(group.recorder, place, Beats(store, group.rank))
+        for observer in observers:
+            observer.started(group.recorder, place, Beats(store, group.rank))
     except BaseException:
         destroy_process_group()
         raise
