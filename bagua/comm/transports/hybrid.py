@@ -62,7 +62,7 @@ class _Part:
         self.rank = transport.rank
         self._numbers = itertools.count(1)
 
-    def run(
+    def start(
         self,
         kind: str,
         reduction: str,
@@ -71,19 +71,11 @@ class _Part:
         numel: int,
         deadline: Deadline,
         root: int = -1,
-    ) -> None:
-        """Make one call and wait for it."""
-        call = Call(kind, next(self._numbers), target.dtype, numel, reduction, root)
-        self._start(call, source, target, deadline, False)()
-
-    def start_allreduce(self, reduction: str, tensor: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
-        """Start to reduce ``tensor`` in place; what is returned waits for it."""
-        call = Call("allreduce", next(self._numbers), tensor.dtype, tensor.numel(), reduction)
-        return self._start(call, tensor, tensor, deadline, True)
-
-    def _start(
-        self, call: Call, source: Data, target: torch.Tensor, deadline: Deadline, asynchronous: bool
+        *,
+        asynchronous: bool = False,
     ) -> Callable[[], None]:
+        """Start a call; what is returned waits for it."""
+        call = Call(kind, next(self._numbers), target.dtype, numel, reduction, root)
         with self._naming(deadline):
             handle = self.transport.start(call, source, target, deadline.limit_s, asynchronous)
 
@@ -279,10 +271,10 @@ class HybridTransport(Transport):
         """Few bytes: to the first rank of each host, between these, and back."""
         reduction, numel, leader = _without_division(call.reduction), flat.numel(), self._local.rank == 0
         with torch.inference_mode(flat.is_inference()):
-            self._local.run("reduce", reduction, flat, flat, numel, deadline, root=0)
+            self._local.start("reduce", reduction, flat, flat, numel, deadline, root=0)()
             if leader:
-                self._across[0].run("allreduce", reduction, flat, flat, numel, deadline)
-            self._local.run("broadcast", "", flat if leader else None, flat, numel, deadline, root=0)
+                self._across[0].start("allreduce", reduction, flat, flat, numel, deadline)()
+            self._local.start("broadcast", "", flat if leader else None, flat, numel, deadline, root=0)()
             if call.reduction == "avg":
                 divide(flat, self.size)
 
@@ -300,9 +292,10 @@ class HybridTransport(Transport):
         started = []
         for number, rows in enumerate(work.view(rounds, -1).unbind()):
             mine = self._room(f"round {number}", turn, piece, share, self._gathering)
-            local.run("reduce_scatter", plain, rows, mine, share, deadline)
-            across = self._across.get(number * local.size + local.rank)
-            wait = None if across is None else across.start_allreduce(plain, mine, deadline)
+            local.start("reduce_scatter", plain, rows, mine, share, deadline)()
+            wait = None
+            if across := self._across.get(number * local.size + local.rank):
+                wait = across.start("allreduce", plain, mine, mine, share, deadline, asynchronous=True)
             started.append((rows, mine, wait))
 
         def gather() -> None:
@@ -311,7 +304,7 @@ class HybridTransport(Transport):
                     wait()
                     if reduction == "avg":
                         divide(mine, self.size)
-                self._gathering.run("allgather", "", mine, rows, share, deadline)
+                self._gathering.start("allgather", "", mine, rows, share, deadline)()
             if work is not piece:
                 piece.copy_(work[:numel])
 
