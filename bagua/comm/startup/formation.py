@@ -35,9 +35,16 @@ _log = logging.getLogger("bagua")
 
 def configure_log() -> None:
     """Show messages of ``bagua``, from the level that ``BAGUA_LOG`` names, and warn of variables without meaning."""
-    level = env.log_level()
-    if level is not None:
-        _set_level(level)
+    if (level := env.log_level()) is not None:
+        try:
+            _log.setLevel(level.upper())
+        except ValueError:
+            raise ConfigurationError(
+                "an environment variable is not a log level",
+                argument="BAGUA_LOG",
+                expected="debug, info, warning or error",
+                seen=repr(level),
+            ) from None
     if not _log.handlers:
         _log.addHandler(_Shown())
     _warn_of_variables()
@@ -67,18 +74,6 @@ def _warn_of_variables() -> None:
     if not env.get_local_rank():  # Once for each host is enough.
         for sentence in env.unknown_variables():
             _log.warning("environment: %s", sentence)
-
-
-def _set_level(level: str) -> None:
-    try:
-        _log.setLevel(level.upper())
-    except ValueError:
-        raise ConfigurationError(
-            "an environment variable is not a log level",
-            argument="BAGUA_LOG",
-            expected="debug, info, warning or error",
-            seen=repr(level),
-        ) from None
 
 
 def fresh(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> dist.Store:
