@@ -48,7 +48,11 @@ def encode(value: object, *, allow_pickle: bool = False) -> torch.Tensor:
         {'step': 3, 'tags': ('a', b'b')}
     """
     if allow_pickle:
-        return _as_tensor(_HEADER.pack(_PICKLE, 0) + _pickled(value))
+        try:
+            return _as_tensor(_HEADER.pack(_PICKLE, 0) + pickle.dumps(value))
+        except Exception as error:  # pickle lets through whatever the object raises
+            seen = type(value).__name__
+            raise ConfigurationError("the object cannot be pickled", argument="obj", seen=seen) from error
     memory, copy = encoded_later(value)
     copy()
     return _as_tensor(memory)
@@ -135,13 +139,6 @@ def _no_object(problem: str, sender: int | None) -> CollectiveMismatchError:
         peers=() if sender is None else (sender,),
         advice="Look whether that rank runs the same version of bagua, and whether its calls are in the same order.",
     )
-
-
-def _pickled(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:  # pickle lets through whatever the object raises
-        raise ConfigurationError("the object cannot be pickled", argument="obj", seen=type(value).__name__) from error
 
 
 def _as_tensor(raw: bytes | Memory) -> torch.Tensor:
