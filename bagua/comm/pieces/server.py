@@ -141,21 +141,17 @@ class _Later:
         self._thread = daemon("bagua-digests", self._take, contents, fill)
 
     def _take(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
-        self._text = catalogue_of(contents, fill, self.filled)
+        try:
+            fill()
+        finally:
+            self.filled.set()
+        found = {name: [len(content), list(map(digest_of, pieces_of(content)))] for name, content in contents.items()}
+        self._text = json.dumps(found).encode()
 
     def text(self) -> bytes:
+        """Length and digests of all contents, once they are written; empty if that failed."""
         self._thread.join()
         return self._text
-
-
-def catalogue_of(contents: Mapping[str, memoryview], fill: Callable[[], None], filled: threading.Event) -> bytes:
-    """Length and digests of all contents, once ``fill`` has written them."""
-    try:
-        fill()
-    finally:
-        filled.set()
-    found = {name: [len(content), list(map(digest_of, pieces_of(content)))] for name, content in contents.items()}
-    return json.dumps(found).encode()
 
 
 def pieces_of(content: memoryview) -> list[memoryview]:
@@ -258,36 +254,32 @@ class PieceShelf:
         self._bucket, self._now = bucket, now
         self._key = f"objects/state-{uuid.uuid4().hex}"
         self._number = 0
-        self._filled, self._over = threading.Event(), threading.Event()
-        self._filled.set()
+        self._catalogue: _Later | None = None
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def offer(self, contents: Mapping[str, Memory], fill: Callable[[], None]) -> Source:
         """See ``PieceServer.offer``."""
         self.withdraw()
         self._number += 1
-        self._filled, self._over = threading.Event(), threading.Event()
         source = Source(_BUCKET, 0, self._key, self._number)
         views = {name: memoryview(content) for name, content in contents.items()}
-        self._thread = daemon("bagua-shelf", self._serve, source, views, fill, self._filled, self._over)
+        self._catalogue, self._over = _Later(views, fill), threading.Event()
+        self._thread = daemon("bagua-shelf", self._serve, source, views, self._catalogue, self._over)
         return source
 
     def _serve(
-        self,
-        source: Source,
-        contents: Mapping[str, memoryview],
-        fill: Callable[[], None],
-        filled: threading.Event,
-        over: threading.Event,
+        self, source: Source, contents: Mapping[str, memoryview], catalogue: _Later, over: threading.Event
     ) -> None:
         """Put the pieces, then what says which there are; delete all of it when the offer is over."""
-        catalogue = catalogue_of(contents, fill, filled)
+        if not (text := catalogue.text()):
+            return
         objects = {
             _object(source.key, [source.number, name, piece]): part
             for name, content in contents.items()
             for piece, part in enumerate(pieces_of(content))
         }
-        objects[_object(source.key, [source.number])] = memoryview(catalogue)
+        objects[_object(source.key, [source.number])] = memoryview(text)
         for path, part in objects.items():
             self._put(path, part, over)
         over.wait()
@@ -311,7 +303,8 @@ class PieceShelf:
 
     def wait_until_filled(self) -> None:
         """See ``PieceServer.wait_until_filled``."""
-        self._filled.wait()
+        if self._catalogue is not None:
+            self._catalogue.filled.wait()
 
     def withdraw(self) -> None:
         """Offer nothing any more."""
