@@ -234,14 +234,7 @@ def get_process_group_ranks(group: Group | None) -> list[int]:
 def get_global_rank(group: Group | None, group_rank: int) -> int:
     """Global rank of a member. As torch's."""
     ranks = comm.ranks_of(group)
-    if type(group_rank) is not int or not 0 <= group_rank < len(ranks):
-        raise InvalidRankError(
-            "not a rank of the group",
-            argument="group_rank",
-            expected=f"a whole number from 0 to {len(ranks) - 1}",
-            seen=repr(group_rank),
-        )
-    return ranks[group_rank]
+    return ranks[comm.check_rank(group_rank, len(ranks), "group_rank")]
 
 
 def get_group_rank(group: Group | None, global_rank: int) -> int:
