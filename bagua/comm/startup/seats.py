@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
@@ -59,24 +58,17 @@ def group_of_seats(
     try:
         recorder.job = members.compare_set("job", "", new_job()).decode()
         _meet(members, place, seats, meet_s, look)
-        with _timed(connecting or PhaseDeadline(meet_s)) as limit_s:
-            group = ProcessGroup(members, place, seats, range(len(seats)), backend, limit_s, name, recorder)
+        deadline, started = connecting or PhaseDeadline(meet_s), time.monotonic()
+        try:
+            group = ProcessGroup(members, place, seats, range(len(seats)), backend, deadline.seconds, name, recorder)
+        except BaseException:
+            deadline.forget()
+            raise
+        deadline.note(time.monotonic() - started)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
     group.set_timeout(timeout_s)
     return group
-
-
-@contextmanager
-def _timed(deadline: PhaseDeadline) -> Iterator[float]:
-    """Seconds that the block may take; ``deadline`` is told how long it took, or that it failed."""
-    started = time.monotonic()
-    try:
-        yield deadline.seconds
-    except BaseException:
-        deadline.forget()
-        raise
-    deadline.note(time.monotonic() - started)
 
 
 def _meet(members: Store, place: int, seats: Sequence[int], meet_s: float, look: Callable[[], None] | None) -> None:
