@@ -42,7 +42,7 @@ from bagua.comm.lifetime.closing import uncaught_error
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.long_wait import LongWait
 from bagua.comm.objects import as_bytes, decode, encoded_later
-from bagua.comm.operands import as_seconds, check_rank, check_tensor
+from bagua.comm.operands import as_seconds, check_rank
 from bagua.comm.pieces.fetching import Fetch, PhaseDeadline, ask_now
 from bagua.comm.pieces.server import PieceServer, PieceShelf, Source
 from bagua.comm.records.recorder import LATE_SHARE, CallRecord, CallTimes, Place, Recorder, in_background, observers

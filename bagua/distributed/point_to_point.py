@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
-from bagua.comm import Communicator, Group, TorchWork, Work, check_rank, check_tensor, communicator_of, mail_of
+from bagua.comm import Communicator, Group, TorchWork, Work, communicator_of, mail_of
 from bagua.distributed.places import as_in_torch, rank_inside
-from bagua.errors import ConfigurationError, InvalidRankError
+from bagua.errors import ConfigurationError
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"]
 
@@ -88,12 +88,10 @@ def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None,
 
 
 def _check_message(communicator: Communicator, tensor: Tensor, other: int | None, argument: str, tag: int) -> None:
-    check_tensor(tensor, "tensor", communicator.device_types)
+    communicator.intake.check(tensor, "tensor")
     check_whole(0, tag=tag)
-    if other is not None and check_rank(other, communicator.size, argument) == communicator.rank:
-        raise InvalidRankError(
-            "a rank sends no message to itself", argument=argument, expected="another rank", seen=other
-        )
+    if other is not None:
+        communicator.intake.other(other, argument)
 
 
 class P2POp:
