@@ -226,7 +226,7 @@ class Formation:
             without: names of those that got none here.
         """
         sent = [one for one in self.phases.exchanges if "gradients" in one.needs]
-        steps = 1 + max(one.lag for one in sent)
+        steps = 1 + max((one.lag for one in sent), default=0)
         self._without = [*self._without, without][-steps:]
         # Gradients of each of these steps may be there now.
         unused_here = set.intersection(*self._without) if len(self._without) == steps else set()
