@@ -140,10 +140,11 @@ def test_a_switch_that_is_too_slow_says_so() -> None:
         (["--hosts", "2", "-m", "t"], True),
         (["-m", "t"], True),
         (["--hosts", "2", "t.py"], False),
+        (["--", "t.py", "-m"], False),
     ],
 )
 def test_a_module_is_told_from_a_script(given: list[str], module: bool) -> None:
-    assert command._take_module(given) is module
+    assert command.make_parser().parse_args(given).module is module
 
 
 def test_bad_arguments_and_no_permission(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
         "lost between two hosts; default unlimited"
     )
     add("--link", type=link, default=LinkSettings(), metavar="RATE[/RATE][,DELAY][,LOSS%]", help=about)
-    add("script", help="a Python script; -m MODULE runs a module")
+    add("-m", dest="module", action="store_true", help="the script is a module")
+    add("script", help="a Python script")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return parser
 
@@ -63,11 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; the exit status of the rank that failed first; 3 where there cannot be a lab; 130 after Ctrl-C or SIGTERM.
         Nothing is left behind in any case.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    module = _take_module(given)
-    options = make_parser().parse_args(given)
+    options = make_parser().parse_args(arguments)
     script = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
-    command = [sys.executable, *(["-m"] if module else []), *script]
+    command = [sys.executable, *(["-m"] if options.module else []), *script]
     reports: list[SwitchReport] = []
     started = time.monotonic()
     try:
@@ -82,17 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     print(summary(options, sent, time.monotonic() - started, reports, network.shortcoming), file=sys.stderr)
     return status
-
-
-def _take_module(given: list[str]) -> bool:
-    """Whether ``-m`` stands before the script; it is taken out."""
-    for number, argument in enumerate(given):
-        if argument == "-m":
-            del given[number]
-            return True
-        if not argument.startswith("-") and (number == 0 or not given[number - 1].startswith("--")):
-            return False
-    return False
 
 
 def _sent_by(host: Host) -> int:
