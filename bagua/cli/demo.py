@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua demo`` on the command line.
 
     Returns:
-        The exit status: 0, 1 when a rank failed, 130 after Ctrl-C. Bad arguments exit with 2.
+        The exit status: 0, or 1 when a rank failed. Bad arguments exit with 2.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -317,9 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"starting {trained_by}, with {where}{why}", flush=True)
             show = lambda said: print(said, flush=True)  # noqa: E731 - a name for what is passed on
             results: list[Result] = run_ranks(compare, options.nproc, (settings, options.steps), show, network)[0]
-    except KeyboardInterrupt:
-        print("interrupted; all processes have ended", file=sys.stderr)
-        return 130
     except RanksFailedError as failed:
         cause = failed.failures[0]
         known = isinstance(cause.error, BaguaError | RankDiedError)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from bagua.comm import ObjectBucket, bucket_of, open_store
-from bagua.errors import BaguaError, ConfigurationError
+from bagua.errors import ConfigurationError
 
 #: Names that islands give to objects. Nothing else in the bucket is touched.
 _OURS = re.compile(r"(objects|probe)/.+|.*\.cell")
@@ -38,17 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("url", metavar="URL", help="address that was given to join_islands, as s3://bucket/run")
     parser.add_argument("--force", action="store_true", help="do not look whether an island lives")
     parsed = parser.parse_args(arguments)
-    try:
-        bucket = _bucket_at(parsed.url)
-        alive = [] if parsed.force else _alive(bucket)
-        if alive:
-            print(f"bagua islands: a run is alive at {parsed.url}: {'; '.join(alive)}", file=sys.stderr)
-            return 1
-        found = {name: size for name, (size, _) in bucket.list().items() if _OURS.fullmatch(name)}
-        bucket.delete(found)
-    except (BaguaError, OSError, RuntimeError) as error:
-        print(f"bagua islands: {error}", file=sys.stderr)
+    bucket = _bucket_at(parsed.url)
+    alive = [] if parsed.force else _alive(bucket)
+    if alive:
+        print(f"bagua islands: a run is alive at {parsed.url}: {'; '.join(alive)}", file=sys.stderr)
         return 1
+    found = {name: size for name, (size, _) in bucket.list().items() if _OURS.fullmatch(name)}
+    bucket.delete(found)
     print(f"Deleted {len(found)} objects with {sum(found.values()) / 1e6:.1f} MB at {parsed.url}.")
     return 0
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bagua import __version__
+from bagua.errors import BaguaError
 
 #: What each command does. Its function ``main`` is in the module of its name.
 _COMMANDS = {
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua`` on the command line; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status.
+        The exit status: that of the command; 1 with a message for an error that a user can act on; 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         prog="bagua",
@@ -55,8 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(given)
 
     # These import torch, which takes seconds and --help does not need.
-    module = f"bagua.cli.{_PACKAGES.get(parsed.command, parsed.command)}"
-    status: int = importlib.import_module(module).main(parsed.arguments)
+    command = importlib.import_module(f"bagua.cli.{_PACKAGES.get(parsed.command, parsed.command)}")
+    try:
+        status: int = command.main(parsed.arguments)
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
+    except (BaguaError, OSError) as error:
+        print(f"bagua {parsed.command}: {error}", file=sys.stderr)
+        return 1
     return status
 
 

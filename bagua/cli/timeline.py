@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bagua.errors import ConfigurationError
 from bagua.observe import write_timeline
 
 
@@ -27,11 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; default: DIR/timeline.json")
     parsed = parser.parse_args(arguments)
     path = Path(parsed.output or Path(parsed.folder) / "timeline.json")
-    try:
-        made = write_timeline(parsed.folder, path)
-    except (ConfigurationError, OSError) as error:
-        print(f"bagua timeline: {error}", file=sys.stderr)
-        return 1
+    made = write_timeline(parsed.folder, path)
     facts = made["otherData"]
     events, offsets, late = len(made["traceEvents"]), facts["clock_offsets_us"], facts["straggler"]
     if missing := facts["ranks_without_trace"]:

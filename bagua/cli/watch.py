@@ -67,12 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = Path(folder, f"{_NAME}-1.dist-info")
         about.mkdir()
         (about / "entry_points.txt").write_text(_ENTRY_POINT, encoding="utf-8")
-        try:
-            variables = env.for_child(env.first_on_path(folder), {})
-            process = subprocess.Popen(command, env=variables)  # noqa: S603 - what the user names
-        except OSError as error:
-            print(f"bagua watch: {error}", file=sys.stderr)
-            return 1
+        variables = env.for_child(env.first_on_path(folder), {})
+        process = subprocess.Popen(command, env=variables)  # noqa: S603 - what the user names
         # A terminal sends Ctrl-C to the command as well, which ends when it has said what was seen.
         with handled(lambda *_: None, signal.SIGINT), handled(lambda *_: process.terminate(), signal.SIGTERM):
             status = process.wait()

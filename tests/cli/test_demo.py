@@ -18,6 +18,7 @@ import torch
 from bagua.cli import demo
 from bagua.cli.demo import ByteTransformer, named, read_standard_library, windows
 from bagua.cli.lab.network import LabUnavailableError
+from bagua.cli.main import main
 from tests.interpreters import interpreter
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def test_where_there_is_no_lab_the_demo_says_why(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "open_network", refuse)
     monkeypatch.setattr(demo, "run_ranks", run_ranks)
-    assert demo.main([]) == 130
+    assert main(["demo"]) == 130
     assert "with links as fast as this machine, because the lab needs root" in capsys.readouterr().out
 
 

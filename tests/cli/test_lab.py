@@ -206,7 +206,7 @@ def test_who_is_terminated_ends_all_ranks(
 
     monkeypatch.setattr(command.subprocess, "Popen", start)
     monkeypatch.setattr(command.Ranks, "_wait", lambda _: signal.raise_signal(signal.SIGTERM) or 0)
-    assert main(["lab", str(script)]) == command.INTERRUPTED
+    assert main(["lab", str(script)]) == 130
     ended = [process.poll() is not None for process in started]
     for process in started:
         process.kill()

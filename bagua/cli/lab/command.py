@@ -20,7 +20,6 @@ from bagua.cli.lab.switch import SwitchReport
 from bagua.link import LinkSettings, hosts_in_words
 
 NOT_AVAILABLE = 3
-INTERRUPTED = 130
 #: After one rank has failed the others have so long to notice and to say so.
 GRACE_S = 10.0
 STOP_S = 5.0
@@ -61,8 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua lab`` on the command line.
 
     Returns:
-        0; the exit status of the rank that failed first; 3 where there cannot be a lab; 130 after Ctrl-C or SIGTERM.
-        Nothing is left behind in any case.
+        0; the exit status of the rank that failed first; 3 where there cannot be a lab. Nothing is left behind in any
+        case.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, or SIGTERM.
     """
     options = make_parser().parse_args(arguments)
     script = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
@@ -76,9 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabUnavailableError as error:
         print(error, file=sys.stderr)
         return NOT_AVAILABLE
-    except KeyboardInterrupt:
-        print("interrupted; all processes have ended", file=sys.stderr)
-        return INTERRUPTED
     print(summary(options, sent, time.monotonic() - started, reports, network.shortcoming), file=sys.stderr)
     return status
 
