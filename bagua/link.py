@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class LinkSettings:
 
 def _rate(mbit_s: float | None) -> str:
     return "unlimited" if mbit_s is None else f"{mbit_s:g}mbit"
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hosts_in_words(hosts: int, ranks_per_host: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from bagua.advise.network import SMALL_CALL_BYTES, pattern_of
 from bagua.advise.others import Others
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
+from bagua.link import usable_cores
 
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
@@ -101,11 +101,6 @@ def machine_facts(
     message_s, byte_s = calls[0].message_s, calls[0].byte_s(large)
     local_message_s, cores = min(20e-6, message_s), cores or usable_cores()
     return MachineFacts(message_s, byte_s, local_message_s, local_s / large, cores, calls, after_calls, ranks=ranks)
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rank(store: object, rank: int, tell: Callable[[str], object]) -> tuple[tuple[CallFacts, ...], float]:

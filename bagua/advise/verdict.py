@@ -26,11 +26,10 @@ from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import LEAST_STEPS, StepMeter, own_time
 from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, predict
-from bagua.advise.probe import usable_cores
 from bagua.advise.trace import Rehearsal
 from bagua.comm import TorchCalls
 from bagua.errors import BaguaError
-from bagua.link import LinkSettings
+from bagua.link import LinkSettings, usable_cores
 from bagua.torch_private import ddp_seconds
 
 #: Steps that are left out; steps whose gradients are measured; one in so many is sampled by DDP.

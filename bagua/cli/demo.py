@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import itertools
 import math
-import os
 import statistics
 import sys
 import sysconfig
@@ -28,7 +27,7 @@ from bagua.cli.arguments import above_zero, positive
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.errors import BaguaError, UnsupportedAlgorithmException
-from bagua.link import LinkSettings
+from bagua.link import LinkSettings, usable_cores
 from bagua.testing import RankDiedError
 
 #: What is compared, with options: the exact mean, the same in 8 bits, and weights that are averaged now and then.
@@ -306,9 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if options.nproc > RANKS_PER_CORE * cores:
-        parser.error(f"--nproc {options.nproc}: at most {RANKS_PER_CORE * cores}, {RANKS_PER_CORE} for each core here")
+    most = RANKS_PER_CORE * usable_cores()
+    if options.nproc > most:
+        parser.error(f"--nproc {options.nproc}: at most {most}, {RANKS_PER_CORE} for each core here")
     trained_by = "1 process" if options.nproc == 1 else f"{options.nproc} processes"
     contest = CONTESTANTS if options.algorithm is None else ((options.algorithm, {}),)
     settings = [Settings(name, given) for name, given in contest]

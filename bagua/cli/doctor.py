@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import resource
 import statistics
@@ -19,6 +18,7 @@ from bagua import __version__, comm
 from bagua.cli.arguments import positive
 from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.comm import Communicator, backend_refusal
+from bagua.link import usable_cores
 
 BACKENDS = ("shm", "gloo", "nccl")
 SIZES = ((4, "4 B"), (1_000_000, "1 MB"), (25_000_000, "25 MB"))
@@ -70,8 +70,7 @@ def _median_seconds(communicator: Communicator, size_bytes: int) -> float:
 
 def describe_machine() -> list[str]:
     """Lines about processors, memory and versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = torch.cuda.device_count()
+    cores, devices = usable_cores(), torch.cuda.device_count()
     system = f"{platform.system()} {platform.release()} on {platform.machine()}"
     return [
         f"bagua {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {system}",
@@ -114,7 +113,7 @@ def _readable(seconds: float) -> str:
 def advise(ranks: int) -> list[str]:
     """What to set here, if anything."""
     advice = []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = usable_cores()
     if torch.get_num_threads() * ranks > cores:
         advice.append(f"OMP_NUM_THREADS={max(cores // ranks, 1)}: {ranks} ranks share {cores} cores")
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
