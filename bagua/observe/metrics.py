@@ -48,6 +48,7 @@ def metrics() -> dict[str, float]:
     moving = times.exposed_s + times.hidden_s
     reading = Reading.of(recorder)
     lately = reading.since(Reading(recorder.began, {}, 0.0) if watch is None else watch.readings[0])
+    told = {} if watch is None else {rank: Reading.told(beat) for rank, beat in watch.others.items()}
     found = {
         "comm/calls": float(times.calls),
         "comm/bytes_sent": float(recorder.sent_bytes()),
@@ -56,7 +57,7 @@ def metrics() -> dict[str, float]:
         "comm/time_exposed": times.exposed_s,
         "comm/time_hidden": times.hidden_s,
         "comm/overlap": times.hidden_s / moving if moving > 0 else 0.0,
-        "comm/straggler": float(latest_rank(group.rank, lately, {} if watch is None else watch.others)),
+        "comm/straggler": float(latest_rank({group.rank: lately, **told})),
         "comm/alive": float(group.size if watch is None else watch.alive(reading.at)),
         "comm/epoch_members": float(group.size),
         "comm/contributed": float(group.size),

@@ -40,6 +40,12 @@ class Reading(NamedTuple):
         """That of this rank, now."""
         return cls(recorder.clock(), recorder.waits(), recorder.times().of_collectives_s, recorder.lasts())
 
+    @classmethod
+    def told(cls, beat: Mapping[str, Any]) -> Reading:
+        """That which a rank has told lately in its beat, where numbers of ranks are strings."""
+        waits, lasts = ({int(rank): one for rank, one in beat.get(key, {}).items()} for key in ("waits", "lasts"))
+        return cls(beat["window_s"], waits, beat["collectives_s"], lasts)
+
     def since(self, before: Reading) -> Reading:
         """What has come since another reading; ``at`` is the time between."""
         waits = {rank: seconds - before.waits.get(rank, 0.0) for rank, seconds in self.waits.items()}
@@ -47,24 +53,22 @@ class Reading(NamedTuple):
         return Reading(self.at - before.at, waits, self.collectives_s - before.collectives_s, lasts)
 
 
-def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:
+def latest_rank(readings: Mapping[int, Reading]) -> int:
     """The rank for which the others wait most; -1 if none stands out.
 
     Args:
-        own: this rank.
-        mine: reading of this rank's latest waits.
-        others: beat of each other rank: ``window_s``, ``waits``, ``collectives_s``, ``lasts``.
+        readings: what ranks have waited lately, that of this rank first.
 
     Example:
-        >>> latest_rank(0, Reading(10.0, {1: 2.0, 2: 0.1}, 3.0), {})
+        >>> latest_rank({0: Reading(10.0, {1: 2.0, 2: 0.1}, 3.0)})
         1
-        >>> latest_rank(0, Reading(10.0, {}, 3.0), {1: {"window_s": 10.0, "waits": {}, "collectives_s": 0.5}})
+        >>> latest_rank({0: Reading(10.0, {}, 3.0), 1: Reading(10.0, {}, 0.5)})
         1
     """
-    blamed = _summed(mine.waits, (said["waits"] for said in others.values()))
+    blamed = _summed(one.waits for one in readings.values())
     if not blamed:
-        return _who_waited_least(own, mine, others)
-    lasts = _summed(mine.lasts, (said.get("lasts", {}) for said in others.values()))
+        return _who_waited_least(readings)
+    lasts = _summed(one.lasts for one in readings.values())
     most, next_most = _leaders(lasts)
     rank = most[0]
     # Who is always a little late is hidden in seconds by those that lose their core for long, now and then.
@@ -72,15 +76,16 @@ def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]
         (rank, seconds), next_seconds = _leaders(blamed)
         if seconds - next_seconds <= _CLEAR_SHARE * sum(blamed.values()):
             return -1
-    return rank if blamed.get(rank, 0.0) > _LEAST_SHARE * mine.at * max(len(others), 1) else -1
+    window_s = next(iter(readings.values())).at
+    return rank if blamed.get(rank, 0.0) > _LEAST_SHARE * window_s * max(len(readings) - 1, 1) else -1
 
 
-def _summed(mine: Mapping[int, float], others: Iterable[Mapping[Any, float]]) -> dict[int, float]:
+def _summed(of_ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:
     """What all say of each rank."""
-    total = dict(mine)
-    for said in others:
+    total: dict[int, float] = {}
+    for said in of_ranks:
         for rank, amount in said.items():
-            total[int(rank)] = total.get(int(rank), 0.0) + amount
+            total[rank] = total.get(rank, 0.0) + amount
     return total
 
 
@@ -96,19 +101,12 @@ def latest_of(beats: Mapping[int, Mapping[str, Any]]) -> int:
     Args:
         beats: beat of each rank: ``window_s``, ``waits``, ``collectives_s``, ``lasts``.
     """
-    if not beats:
-        return -1
-    own, said = min(beats.items())
-    waits = {int(rank): float(seconds) for rank, seconds in said["waits"].items()}
-    lasts = {int(rank): float(times) for rank, times in said.get("lasts", {}).items()}
-    mine = Reading(said["window_s"], waits, said["collectives_s"], lasts)
-    return latest_rank(own, mine, {rank: beat for rank, beat in beats.items() if rank != own})
+    return latest_rank({rank: Reading.told(beats[rank]) for rank in sorted(beats)})
 
 
-def _who_waited_least(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:
+def _who_waited_least(readings: Mapping[int, Reading]) -> int:
     """Where no rank sees who comes when: all leave a collective together, so who was in it the shortest came last."""
-    inside = {own: mine.collectives_s / mine.at} if mine.at > 0 else {}
-    inside |= {rank: said["collectives_s"] / said["window_s"] for rank, said in others.items() if said["window_s"] > 0}
+    inside = {rank: one.collectives_s / one.at for rank, one in readings.items() if one.at > 0}
     if len(inside) < 2:
         return -1
     shares = sorted(inside.values())

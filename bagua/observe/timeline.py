@@ -168,7 +168,7 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "ranks_without_trace": sorted(everyone - traces.keys()),
         "clock_offsets_us": differences,
         "waited_for_us": waits,
-        "straggler": latest_rank(-1, Reading(spent_s, blamed, 0.0, lasts), {}),
+        "straggler": latest_rank({-1: Reading(spent_s, blamed, 0.0, lasts)}),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 

@@ -70,7 +70,7 @@ def test_the_rank_that_comes_last_is_named_by_those_that_wait(thread_ranks, late
     assert all(outcome[1] > 0.02 for rank, outcome in enumerate(outcomes) if rank != late)
 
 
-SAID = {"window_s": 10.0, "waits": {}, "collectives_s": 0.0}
+SAID = Reading(10.0, {}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ SAID = {"window_s": 10.0, "waits": {}, "collectives_s": 0.0}
         (Reading(10.0, {}, 0.0), {}, -1),
         (Reading(10.0, {1: 0.001}, 0.1), {1: SAID, 2: SAID}, -1),  # too little to matter
         (Reading(10.0, {1: 1.0, 2: 1.0}, 3.0), {1: SAID, 2: SAID}, -1),  # two are equally late
-        (Reading(10.0, {1: 0.3}, 3.0), {1: {**SAID, "waits": {"0": 0.2}}}, -1),  # now one comes last, now the other
-        (Reading(10.0, {1: 1.0}, 3.0), {1: {**SAID, "waits": {"0": 0.2}}}, 1),
-        (Reading(10.0, {}, 0.0), {1: {**SAID, "waits": {"0": 2.0}}, 2: {**SAID, "waits": {"0": 2.0}}}, 0),
+        (Reading(10.0, {1: 0.3}, 3.0), {1: SAID._replace(waits={0: 0.2})}, -1),  # now one comes last, now the other
+        (Reading(10.0, {1: 1.0}, 3.0), {1: SAID._replace(waits={0: 0.2})}, 1),
+        (Reading(10.0, {}, 0.0), {1: SAID._replace(waits={0: 2.0}), 2: SAID._replace(waits={0: 2.0})}, 0),
         # Rank 1 loses its core once, for long. Rank 2 is late by little, and nearly always.
-        (Reading(10.0, {1: 1.0, 2: 0.4}, 3.0, {1: 10.0, 2: 90.0}), {1: {**SAID, "lasts": {"2": 80.0}}}, 2),
+        (Reading(10.0, {1: 1.0, 2: 0.4}, 3.0, {1: 10.0, 2: 90.0}), {1: SAID._replace(lasts={2: 80.0})}, 2),
         (Reading(10.0, {1: 0.5, 2: 0.4}, 3.0, {1: 50.0, 2: 60.0}), {1: SAID, 2: SAID}, -1),  # that is chance
         (Reading(10.0, {1: 0.01, 2: 0.01}, 3.0, {2: 90.0}), {1: SAID, 2: SAID}, -1),  # always, but it does not matter
         # Nobody saw who came when. All leave together, so rank 2, which was inside the shortest, came last.
-        (Reading(10.0, {}, 2.0), {1: {**SAID, "collectives_s": 2.1}, 2: {**SAID, "collectives_s": 0.4}}, 2),
-        (Reading(10.0, {}, 2.0), {1: {**SAID, "collectives_s": 2.001}}, -1),
-        (Reading(10.0, {}, 0.4), {1: {**SAID, "collectives_s": 2.1}}, 0),
+        (Reading(10.0, {}, 2.0), {1: SAID._replace(collectives_s=2.1), 2: SAID._replace(collectives_s=0.4)}, 2),
+        (Reading(10.0, {}, 2.0), {1: SAID._replace(collectives_s=2.001)}, -1),
+        (Reading(10.0, {}, 0.4), {1: SAID._replace(collectives_s=2.1)}, 0),
     ],
 )
 def test_who_is_blamed(mine, others, straggler):
-    assert latest_rank(0, mine, others) == straggler
+    assert latest_rank({0: mine, **others}) == straggler
 
 
 def close(model: torch.nn.Module) -> None:
