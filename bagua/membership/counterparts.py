@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bagua import errors
-from bagua.comm import PhaseDeadline, ProcessGroup, Store, bucket_of, group_of_seats
-from bagua.membership.closing import Closing
+from bagua.comm import Cells, PhaseDeadline, ProcessGroup, Store, bucket_of, group_of_seats
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Acts
 from bagua.membership.state import MemberState
@@ -20,6 +20,48 @@ from bagua.membership.transfer import Donor, Receiver
 _log = logging.getLogger("bagua")
 #: What ends an exchange that can be repeated without those who are lost.
 LOSSES = (errors.PeerLostError, errors.CollectiveTimeoutError, errors.CommunicatorClosedError)
+
+
+class Closing:
+    """Closes exchanges through a bucket, for one rank of an island. A cell lists whose contributions count.
+
+    What is in a bucket stays, so a member that has read all contributions may have them count without a barrier, also
+    that of a member that has died since. A member that stops has to ask first whether the exchange counts.
+
+    Args:
+        cells: cells of the store.
+        seat: seat of the island.
+    """
+
+    def __init__(self, cells: Cells, seat: int) -> None:
+        self._cells, self._seat = cells, seat
+        self._last = (0, 0)
+        self._over: deque[str] = deque()
+
+    def close(self, epoch: Epoch, exchange: int, *, counts: bool) -> bool:
+        """Whether the exchange counts, for all members of ``epoch`` or for nobody: ``counts``, if no other came first.
+
+        Raises:
+            StoreLostError: the store does not answer. It may be decided all the same.
+        """
+        wanted = epoch.members if counts else ()
+        found = bool(self._cells.claim(_cell_of(epoch.number, exchange), list(wanted)))
+        if found and counts and self._seat == epoch.members[0]:
+            if self._last == (epoch.number, exchange - 1):  # All who contribute now have read the one before.
+                self._over.append(_cell_of(*self._last))
+            self._last = epoch.number, exchange
+        return found
+
+    def tidy(self) -> None:
+        """Delete cells that nobody reads any more, if the store answers."""
+        while self._over:
+            with contextlib.suppress(errors.StoreLostError):
+                self._cells.drop(self._over[0])
+            self._over.popleft()
+
+
+def _cell_of(epoch: int, exchange: int) -> str:
+    return f"closed/{epoch}/{exchange}"
 
 
 class Counterparts:
@@ -66,7 +108,7 @@ class Counterparts:
             "offer": (self.donor.offer, ()),
         }
 
-    @contextmanager
+    @contextlib.contextmanager
     def call(self) -> Iterator[ProcessGroup]:
         """The members of the epoch, for a call that is ended if one of them is gone."""
         assert self._state.link is not None

@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError
 from bagua.comm import Cells
 from bagua.errors import LeftOutError, StoreLostError
 from bagua.membership import Islands
-from bagua.membership.closing import Closing
+from bagua.membership.counterparts import Closing
 from bagua.membership.epochs import Epoch
 from tests.membership.buckets import is_counted, needs_obstore, opened
 from tests.membership.training import (
