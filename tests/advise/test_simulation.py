@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua.advise import CallFacts, Cluster, MachineFacts, Message, Moment, Rehearsal, Run
-from bagua.advise.simulation import max_min_shares, step_seconds
+from bagua.advise.prediction import max_min_shares, step_seconds
 from bagua.link import parse_link
 
 MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
