@@ -9,9 +9,9 @@ from dataclasses import replace
 from bagua.advise import CallFacts, Cluster, MachineFacts, Message
 from bagua.advise.facts import ALIKE
 from bagua.advise.network import SMALL_CALL_BYTES, Cost, cost_of
-from bagua.advise.others import Others
 from bagua.advise.probe import (
     CallKey,
+    Others,
     UsualCall,
     call_facts,
     facts_of_calls,

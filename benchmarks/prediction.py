@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from bagua.advise import Advice, Cluster, ModelFacts, Prediction, Rehearsal, measure_model, predict, rehearse
-from bagua.advise.others import ALONE, Others
+from bagua.advise.probe import ALONE, Others
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.lab.switch import SwitchReport

@@ -14,9 +14,8 @@ import torch
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster
-from bagua.advise.others import ALONE
 from bagua.advise.prediction import Prediction, outside_calibration, predict
-from bagua.advise.probe import probe_machine
+from bagua.advise.probe import ALONE, probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.advise.trace import Rehearsal
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry

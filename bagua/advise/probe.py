@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from bagua.advise.facts import ALIKE, CallFacts, MachineFacts
 from bagua.advise.network import SMALL_CALL_BYTES, pattern_of
-from bagua.advise.others import Others
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 from bagua.link import usable_cores
 
+#: A measurement has the machine for itself if others have less of its cores.
+ALONE = 0.05
+_CORES_FILE = Path("/proc/stat")
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 #: Calls of each kind and size, and of the smallest size. Some of those take ten times as long as the others: Gloo's
@@ -30,6 +34,28 @@ _TELL_S = 4.0
 
 #: Kind and bytes of a call.
 CallKey = tuple[str, int]
+
+
+class Others:
+    """Counts what processes that are none of ours have of the cores, from its beginning on; nothing outside Linux."""
+
+    def __init__(self) -> None:
+        self._begun = self._look()
+
+    def share(self) -> float:
+        """Part of all cores. Child processes of ours must have ended."""
+        busy_s, own_s, passed_s = (now - then for now, then in zip(self._look(), self._begun, strict=True))
+        return max(busy_s - own_s, 0.0) / (passed_s * (os.cpu_count() or 1))
+
+    @staticmethod
+    def _look() -> tuple[float, float, float]:
+        """Processor seconds of all processes, of ours, and the time."""
+        own_s = sum(os.times()[:4])  # user and system, of this process and of its children
+        if not _CORES_FILE.exists():
+            return own_s, own_s, time.monotonic()
+        # User, nice and system; what interrupts take is that of packets, and ours.
+        busy_s = sum(map(int, _CORES_FILE.read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")
+        return busy_s, own_s, time.monotonic()
 
 
 @dataclass(frozen=True)
