@@ -25,6 +25,7 @@ from bagua.algorithms import AsyncModelAverageAlgorithm
 from bagua.cli.lab.network import open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import get_default_group
+from bagua.link import LinkSettings
 from benchmarks.network.ranks import Place
 from benchmarks.paired import Comparison, Rounds, add_arguments, compare, conclude, measure
 from benchmarks.training_step import HIDDEN, OUTER, multilayer_perceptron
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines: list[Comparison] = []
     with nullcontext() if options.rate is None else open_network(2) as network:
         if network is not None:
-            network.set_rate(options.rate)
+            network.set_rates(LinkSettings(options.rate, options.rate))
         place = None if network is None else Place(network)
         where = f"beside a rank {SLOWER} x slower" if place is None else f"2 hosts, {options.rate:g} Mbit/s"
         for name, function, limit in (("async", time_averaging, LIMIT), ("DDP", time_ddp, None)):

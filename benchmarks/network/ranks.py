@@ -11,6 +11,7 @@ from bagua import comm
 from bagua.cli.lab.network import Network, sent_bytes
 from bagua.cli.launch import Rank
 from bagua.errors import ConfigurationError
+from bagua.link import LinkSettings
 from benchmarks.network.contenders import Prepared, find_maker
 from benchmarks.network.tasks import Task, Trainer
 
@@ -251,7 +252,7 @@ def limit_together(rank: Rank, place: Place, rate: float | None) -> None:
     """Change the rate of all links while nobody sends."""
     torch.distributed.barrier()
     if rank.rank == 0 and not place.keeps_rate:
-        place.network.set_rate(rate)
+        place.network.set_rates(LinkSettings(rate, rate))
     report(rank, f"links at {'any speed' if rate is None else f'{rate:g} Mbit/s'}")
     torch.distributed.barrier()
 

@@ -17,6 +17,7 @@ import torch
 
 import bagua.comm
 from bagua.cli.lab import network as lab
+from bagua.link import LinkSettings
 from benchmarks.network import __main__ as command
 from benchmarks.network import ranks, report
 from benchmarks.network.contenders import (
@@ -58,10 +59,10 @@ def test_both_ends_of_every_link_are_limited_until_they_are_not(network):
     ends = [(host.namespace, lab.INTERFACE) for host in network.hosts] + [
         (network.switch, f"port{n}") for n in range(2)
     ]
-    network.set_rate(100)
-    network.set_rate(2500)
+    network.set_rates(LinkSettings(100, 100))
+    network.set_rates(LinkSettings(2500, 2500))
     assert all("tbf" in queueing(*end) and "rate 2500Mbit" in queueing(*end) for end in ends)
-    network.set_rate(None)
+    network.set_rates(LinkSettings(None, None))
     assert not any("tbf" in queueing(*end) for end in ends)
 
 

@@ -80,17 +80,20 @@ class Network:
     switch: str
     shortcoming: str = ""
 
-    def set_rate(self, rate_mbit_s: float | None) -> None:
+    def set_rates(self, link: LinkSettings) -> None:
         """Limit what every host sends and what it receives, on a network without delay and loss.
 
         Args:
-            rate_mbit_s: highest rate in 10^6 bits per second; None takes the limit away.
+            link: link of each host, whose rates count; None takes a limit away.
 
         Raises:
             LabUnavailableError: the kernel refuses; it may lack the token bucket filter.
         """
         for host in self.hosts:
-            self.set_link(host.number, LinkSettings(rate_mbit_s, rate_mbit_s))
+            with inside(host.namespace):
+                limit(INTERFACE, link.send_mbit_s)
+            with inside(self.switch):
+                limit(port_of(host), link.receive_mbit_s)
 
     def cut(self, number: int) -> None:
         """Let nothing pass to or from a host, without a word to those who talk with it. Not with delay or loss."""
@@ -101,14 +104,6 @@ class Network:
         """Undo ``cut``."""
         with inside(self.switch):
             run(f"ip link set {port_of(self.hosts[number])} master bridge")
-
-    def set_link(self, number: int, link: LinkSettings) -> None:
-        """Limit what one host sends and receives; see ``set_rate``."""
-        host = self.hosts[number]
-        with inside(host.namespace):
-            limit(INTERFACE, link.send_mbit_s)
-        with inside(self.switch):
-            limit(port_of(host), link.receive_mbit_s)
 
 
 def refusal() -> str | None:
@@ -159,8 +154,7 @@ def open_network(
             descriptors.enter_context(switched(network, link, on_report))
         else:
             connect(network)
-            for host in network.hosts:
-                network.set_link(host.number, link)
+            network.set_rates(link)
         yield replace(network, shortcoming=_shortcoming(network, BEHIND_SWITCH if link.needs_switch else OF_LINUX))
 
 
