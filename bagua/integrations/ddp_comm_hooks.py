@@ -227,13 +227,7 @@ def codec_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[tor
 
 
 def _check_state(state: object) -> None:
-    if not isinstance(state, HookState):
-        raise ConfigurationError(
-            "this hook needs a state that says how to compress",
-            argument="state",
-            expected="CodecState, TopKState, PowerSGDState, AlgorithmState or ReducerState",
-            seen=repr(state),
-        )
+    check_kind(HookState, "CodecState, TopKState, PowerSGDState, AlgorithmState or ReducerState", state=state)
 
 
 def register_fsdp_hook(module: torch.nn.Module, state: HookState) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from bagua.checks import check_kind
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.membership.island import first_difference
 
 
 def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
     """Refuse what is no path, and one file for several ranks of an island."""
+    check_kind((str, os.PathLike, type(None)), "a path, or None", **places)
     for argument, place in places.items():
-        if not isinstance(place, (str, os.PathLike, type(None))):
-            raise ConfigurationError("no path", argument=argument, expected="a path, or None", seen=repr(place))
         if place is not None and ranks > 1 and "{rank}" not in os.fspath(place):
             raise ConfigurationError(
                 "one file for all ranks of this island",

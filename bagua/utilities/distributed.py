@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from bagua import env
-from bagua.checks import wrong_type
+from bagua.checks import check_kind
 from bagua.comm import Communicator, ReduceOp, as_communicator, available, init_process_group, is_initialized
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
 from bagua.utilities.rank_zero import (
@@ -334,9 +334,8 @@ def register_ddp_comm_hook(
     """
     if ddp_comm_hook is None:
         return
-    for argument, value in (("ddp_comm_hook", ddp_comm_hook), ("ddp_comm_wrapper", ddp_comm_wrapper)):
-        if value is not None and not callable(value):
-            raise wrong_type(argument, "a function (state, bucket)", value)
+    functions = (Callable, type(None))
+    check_kind(functions, "a function (state, bucket)", ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper)  # type: ignore[arg-type]
     if not callable(getattr(model, "register_comm_hook", None)):
         raise ConfigurationError(
             "communication hooks belong to torch's DistributedDataParallel",

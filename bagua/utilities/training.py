@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from bagua import checks
+from bagua.checks import check_kind
 from bagua.comm import get_default_group
 from bagua.errors import ConfigurationError
 from bagua.utilities.rank_zero import rank_zero_only
@@ -164,9 +164,8 @@ def distributed_loader(loader: DataLoader[Any], *, split_batches: bool = False) 
     return DistributedLoader(loader.dataset, batch_size=each, sampler=sampler, **kept)
 
 
-def _batch_size_of(loader: object) -> int:
-    if not isinstance(loader, DataLoader):
-        raise checks.wrong_type("loader", "a torch.utils.data.DataLoader", loader)
+def _batch_size_of(loader: DataLoader[Any]) -> int:
+    check_kind(DataLoader, "a torch.utils.data.DataLoader", loader=loader)
     if isinstance(loader.dataset, IterableDataset):
         seen = "an IterableDataset"
     elif loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
