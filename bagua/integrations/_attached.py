@@ -1,4 +1,4 @@
-"""What Accelerate and Transformers have in common: algorithms with options, and a file for each rank."""
+"""What frameworks have in common: algorithms with options, pauses of a training, and a file for each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import as_group, available, solo_group
 from bagua.engine import check_saved_state
 from bagua.errors import ConfigurationError
@@ -46,6 +46,30 @@ def wrap(
     if options.get("process_group") is None:
         options["process_group"] = as_group() if available() else solo_group()
     with_bagua(model, optimizers, algorithm, **options)
+
+
+def pause(model: Any) -> None:
+    """Before weights are looked at: end what ranks owe each other, and averages in the background, with equal weights.
+
+    Collective, and idempotent.
+
+    Args:
+        model: model that has an engine.
+    """
+    model._bagua_engine.reducer.after_optimizers()  # noqa: SLF001 - ours
+    if averaging := _averaging_of(model):
+        averaging.abort(model)
+
+
+def go_on(model: Any) -> None:
+    """Let averages in the background go on, after ``pause``. Collective."""
+    if averaging := _averaging_of(model):
+        averaging.resume(model)
+
+
+def _averaging_of(model: Any) -> AsyncModelAverageAlgorithmImpl | None:
+    bound = model.bagua_algorithm
+    return bound if isinstance(bound, AsyncModelAverageAlgorithmImpl) else None
 
 
 def collect(model: BaguaModule) -> dict[str, Any]:

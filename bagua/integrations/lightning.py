@@ -15,7 +15,7 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, regi
 from bagua.checks import install_command
 from bagua.comm import Communicator, get_default_group, init_process_group, is_initialized
 from bagua.errors import ConfigurationError
-from bagua.integrations._pauses import go_on, pause
+from bagua.integrations._attached import go_on, pause
 from bagua.parallel import DistributedDataParallel
 from bagua.torch_private import BatchNorm
 from bagua.utilities import all_gather_ddp_if_available, sync_ddp_if_available

@@ -19,6 +19,8 @@ from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations._attached import (
     collect,
     declare,
+    go_on,
+    pause,
     read_on_all_ranks,
     read_own_file,
     restore,
@@ -26,7 +28,6 @@ from bagua.integrations._attached import (
     write_own_file,
 )
 from bagua.integrations._hook_state import HookState
-from bagua.integrations._pauses import go_on, pause
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.utilities import register_ddp_comm_hook
