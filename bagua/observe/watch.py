@@ -14,7 +14,7 @@ from bagua import env
 from bagua.comm import Beats, Place, Recorder, observers
 from bagua.observe.flight import FlightRecord
 from bagua.observe.straggler import Reading
-from bagua.observe.trace import TraceFile
+from bagua.observe.timeline import TraceFile
 
 #: Seconds between two beats, and after how many a rank counts as silent.
 BEAT_S, SILENT_S = 1.0, 10.0

@@ -23,7 +23,7 @@ from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
 from bagua.observe.flight import PREFIX, FlightRecord
 from bagua.observe.folders import write_whole
-from bagua.observe.trace import TraceFile
+from bagua.observe.timeline import TraceFile
 from bagua.testing import ThreadRanks
 from tests.harness import in_threads, until
 from tests.versions import needs

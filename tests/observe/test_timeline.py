@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import sys
@@ -17,10 +18,12 @@ from bagua.cli import main
 from bagua.comm import Call, CallRecord, Place, Recorder
 from bagua.errors import ConfigurationError
 from bagua.observe import clock_offsets, metrics, timeline
-from bagua.observe import trace as trace_module
-from bagua.observe.trace import TraceFile
+from bagua.observe.timeline import TraceFile
 from bagua.testing import ThreadRanks
 from bagua.torch_api.algorithms import gradient_allreduce
+
+# Beside it, the package has a function of this name.
+trace_module = importlib.import_module("bagua.observe.timeline")
 
 pytestmark = pytest.mark.threads
 
