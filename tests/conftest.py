@@ -14,6 +14,7 @@ be at the top level of its module. What a rank raises is raised here, the likeli
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shlex
@@ -42,6 +43,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 PRELOADED += ["tests.contract.transports", "tests.harness"]
 #: Ranks of each pool: what the largest test needs.
 _SIZE = 6
+#: Longest time of a command's ranks, less than the timeout of a test.
+_COMMAND_S = 240.0
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
 #: Fixtures whose ranks are those of one transport.
 _POOLS = {"threads": "thread_pool", "gloo": "process_pool", "shm": "shm_pool"}
@@ -136,6 +139,9 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of ``bagua.cli.launch`` come from the fork server of the pools; without this they start as users' do."""
     monkeypatch.setattr(launch.CommandRanks, "method", "forkserver")
+    # A command's ranks may take for ever. Those of a test that hang say where, before the test is given up.
+    bounded = functools.partialmethod(launch.CommandRanks.outcomes, deadline_s=_COMMAND_S)
+    monkeypatch.setattr(launch.CommandRanks, "outcomes", bounded)
 
 
 @pytest.fixture
