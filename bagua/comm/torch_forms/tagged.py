@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.objects import as_bytes, decode, encode
 from bagua.comm.store.asking import meeting
-from bagua.comm.store.bounded import connection_to, with_limit
+from bagua.comm.store.bounded import NoAnswerError, connection_to, with_limit
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
@@ -168,8 +168,22 @@ class Mail:
             communicator.abort(f"a receive with a tag ended with {type(error).__name__}: {error}")
 
     def _talk(self, conversation: Callable[[], T]) -> T:
-        with meeting("messages with a tag", self.rank, self.ranks):
+        try:
             return conversation()
+        except NoAnswerError as error:
+            raise CollectiveTimeoutError(
+                "the store through which messages with a tag travel does not answer",
+                rank=self.ranks[self.rank],
+                communicator=self.label,
+                timeout_s=self.timeout_s,
+                advice="It is hosted by rank 0 or by the launcher: was that process stopped, or its machine?",
+            ) from error
+        except (RuntimeError, OSError) as error:
+            raise PeerLostError(
+                f"rank {self.ranks[self.rank]} lost the store through which messages with a tag travel",
+                rank=self.ranks[self.rank],
+                advice="Its host (rank 0, or the launcher) has ended: look at its output first.",
+            ) from error
 
 
 class _Message:
