@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +154,15 @@ def test_nobody_who_listens_is_an_error_that_names_the_command():
         open_store(f"tcp://127.0.0.1:{port}", 0.05)
     with pytest.raises(StoreLostError, match="no server answers at etcd://"):
         open_store(f"etcd://127.0.0.1:{port}", 0.0)
+
+
+def test_who_listens_and_never_answers_is_given_up():
+    """Torch waits for it without end."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreLostError, match="no store answers at") as caught:
+            open_store(where, 0.05)
+    assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 def test_a_served_store_is_found_at_the_address_that_it_says():

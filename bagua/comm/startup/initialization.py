@@ -16,7 +16,6 @@ from typing_extensions import Never
 from bagua import env
 from bagua.checks import check_kind
 from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.background import within
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Place, Recorder, observers
@@ -292,9 +291,7 @@ def _host_store(address: str, port: int, timeout_s: float) -> dist.Store:
 def _join_store(address: str, port: int, rank: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
     started = time.monotonic()
     try:
-        left_s = wait_for_listener(address, port, timeout_s)
-        # Torch waits without end for the answer of a server that is no store.
-        return within(left_s, lambda: connect_store(port, left_s, address))
+        return connect_store(port, wait_for_listener(address, port, timeout_s), address)
     except (OSError, RuntimeError) as error:
         host = "the launcher's agent" if by_agent else "rank 0"
         raise CollectiveTimeoutError(

@@ -104,10 +104,10 @@ def connect_beats(host: str, port: int, limit_s: float = 10.0) -> Beats:
     Args:
         host: address of the store, the ``MASTER_ADDR`` of the job.
         port: port of the store, the ``MASTER_PORT`` of the job.
-        limit_s: seconds that it may take. Torch waits for a server that is no store for as long as that likes.
+        limit_s: seconds that it may take.
 
     Raises:
         RuntimeError: who answers is no store, or nothing answers.
         TimeoutError: it takes longer.
     """
-    return Beats(within(limit_s, lambda: connect_store(port, limit_s, host)), -1)
+    return Beats(connect_store(port, limit_s, host), -1)

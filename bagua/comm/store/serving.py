@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, HashStore, Store, TCPStore, rendezvous
 
 from bagua.checks import check_kind
+from bagua.comm.lifetime.background import within
 from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.bucket import BUCKET, open_bucket
 from bagua.comm.store.etcd import EtcdStore
@@ -81,8 +82,14 @@ def connect_store(port: int, timeout_s: float, address: str = _LOOPBACK) -> Stor
         port: as ``serve_store`` returned it there.
         timeout_s: deadline of the connection and of every later ``get`` and ``wait``, in seconds.
         address: address that was given to ``serve_store``.
+
+    Raises:
+        RuntimeError: nothing listens there, or something else than a store.
+        TimeoutError: nothing answers in time.
     """
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    limit = timedelta(seconds=timeout_s)
+    # Torch waits without end for the answer of a server that is no store.
+    return within(timeout_s, lambda: TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
 
 
 def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
