@@ -150,6 +150,9 @@ def _closed(belongings: Closable) -> bool:
     try:
         if not belongings.idle():
             return False
+    except Exception:  # noqa: BLE001 - no caller is there to raise it to
+        _log.exception("looking at what belonged to a dropped model failed")
+    try:
         belongings.close()
     except Exception:  # noqa: BLE001 - no caller is there to raise it to
         _log.exception("closing what belonged to a dropped model failed")
