@@ -139,7 +139,7 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of ``bagua.cli.launch`` come from the fork server of the pools; without this they start as users' do."""
     monkeypatch.setattr(launch.CommandRanks, "method", "forkserver")
-    # A command's ranks may take for ever. Those of a test that hang say where, before the test is given up.
+    # The ranks of a command have no deadline. In a test they get one, and a rank that hangs says where.
     bounded = functools.partialmethod(launch.CommandRanks.outcomes, deadline_s=_COMMAND_S)
     monkeypatch.setattr(launch.CommandRanks, "outcomes", bounded)
 
