@@ -223,16 +223,27 @@ def test_a_rank_that_left_before_the_first_call_ends_it(late_ranks: list[Rank]) 
         late_ranks[0].comm.allreduce(torch.ones(2), timeout=60.0)
 
 
-def test_ranks_meet_once_for_all_and_once_for_each_pair(late_ranks: list[Rank]) -> None:
-    one, other = (rank.comm for rank in late_ranks)
+def on_both(ranks: list[Rank], *calls: Callable[[Communicator, float], Any]) -> None:
     with ThreadPoolExecutor(2) as threads:
-        for first, second in ((CALLS["allreduce"], CALLS["allreduce"]),
-                              (CALLS["recv"], lambda comm, _: comm.send(torch.ones(2), 0, async_op=True))):  # fmt: skip
-            for started in [threads.submit(first, one, 60.0), threads.submit(second, other, 60.0)]:
-                started.result(60.0)
+        for started in [threads.submit(call, rank.comm, 60.0) for rank, call in zip(ranks, calls, strict=True)]:
+            started.result(60.0)
+
+
+def test_ranks_meet_once_for_all_and_once_for_each_pair(
+    late_ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_both(late_ranks, CALLS["allreduce"], CALLS["allreduce"])
+    on_both(late_ranks, CALLS["recv"], lambda comm, _: comm.send(torch.ones(2), 0, async_op=True))
+    monkeypatch.setattr(c10d, "wait_for_keys", None)  # It is not called again.
     for call in CALLS.values():
-        call(one, 60.0)
-    assert len(late_ranks[0].backend.works) == 4, "alone, and without a wait"
+        call(late_ranks[0].comm, 60.0)
+
+
+def test_a_pair_meets_although_all_have_met(late_ranks: list[Rank]) -> None:
+    on_both(late_ranks, CALLS["allreduce"], CALLS["allreduce"])
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        CALLS["recv"](late_ranks[0].comm, 0.2)
+    assert caught.value.peers == (1,)
 
 
 def test_closing_shuts_the_backend_down_and_does_not_wait_for_others(ranks: list[Rank]) -> None:
