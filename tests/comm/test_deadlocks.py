@@ -13,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 import bagua.comm
 from bagua.comm import long_wait
-from bagua.comm.records.deadlock import AwaitedCall, Standstill, stuck
+from bagua.comm.long_wait import Activity
+from bagua.comm.records.deadlock import AwaitedCall, Deadlocks, Standstill, stuck
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.keys import behind_token, bottom_of
 from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.parallel.module import with_bagua
@@ -139,6 +141,30 @@ def haunted() -> float:
 
 def test_what_a_rank_said_in_an_earlier_wait_does_not_count(ranks):
     assert ranks(2, haunted) == [2.0, 2.0]
+
+
+class SlowReaders(HashStore):
+    """A store whose other readers come one by one, each time that somebody asks how many came."""
+
+    asked = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += amount == 0
+        return super().add(key, amount or 1)
+
+
+def test_who_was_not_known_yet_lets_the_named_ones_read_before_it_leaves():
+    call = AwaitedCall("world [0, 1, 2]", 1, (0, 1, 2), "allreduce")
+    found = {rank: Standstill(1, (call,), {}) for rank in range(3)}
+    store = SlowReaders()
+    store.set("verdict", json.dumps([[0, 1, "allreduce"], [1, 1, "barrier"]]))
+    looking = Deadlocks(Recorder(), store, Activity(), "world")
+    assert looking._agreed(store, 2, found[2], found) == dict.fromkeys(range(3), "allreduce")
+    assert store.asked == 2
+    # An earlier verdict of the job has no readers any more.
+    later = {rank: report._replace(number=2) for rank, report in found.items()}
+    assert looking._agreed(store, 2, later[2], later) == dict.fromkeys(range(3), "allreduce")
+    assert store.asked == 2
 
 
 # What is stuck, judged from reports, against ranks that are played to their end.

@@ -417,10 +417,15 @@ def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
     assert shm_pool.run(forget_what_was_read, size=2) == [(0, 0), (0, 0)]
 
 
+def files_after_all_kinds() -> list[str]:
+    """Files in ``/dev/shm`` that this process has mapped; locks of ``multiprocessing`` aside."""
+    all_kinds((SMALL, LARGE))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [one for one in maps if "/dev/shm/" in one and "/sem.mp-" not in one]
+
+
 def test_dev_shm_is_not_used(shm_pool) -> None:
-    before = set(os.listdir("/dev/shm"))
-    shm_pool.run(all_kinds, (SMALL, LARGE), size=2)
-    assert nothing_new_stays(before)
+    assert shm_pool.run(files_after_all_kinds, size=2) == [[], []]
 
 
 def test_waiting_costs_little(shm_pool) -> None:
@@ -463,21 +468,12 @@ def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) 
             assert seconds < 60.0, "the deadline is 90"
 
 
-def nothing_new_stays(before: set[str]) -> bool:
-    """Whether ``/dev/shm`` soon holds no more than before; other processes put things there and take them away."""
-    until = time.monotonic() + 60
-    while (more := set(os.listdir("/dev/shm")) - before) and time.monotonic() < until:
-        time.sleep(0.1)
-    return not more
-
-
 #: Ranks that are killed one after the other.
 KILLS = 200 if settings.get_current_profile_name() == "thorough" else 16
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
-    before = set(os.listdir("/dev/shm"))
     outcomes = shm_pool.outcomes(lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
     dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
     assert len(dead) == 1, outcomes
@@ -488,7 +484,6 @@ def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
         name, peers, late_s, victim = survivor.value
         assert (name, peers) == ("PeerLostError", (victim,)), f"seed {seed}: {survivor}"
         assert late_s < 60.0
-    assert nothing_new_stays(before)
 
 
 @pytest.mark.parametrize("at", range(1, 7))

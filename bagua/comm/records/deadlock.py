@@ -193,18 +193,23 @@ class Deadlocks:
     ) -> dict[int, str] | None:
         """What each rank of the circle waits in, which the first one that finds it says for all; None if there is none.
 
-        The others have time to read it, before this rank leaves, and looks lost.
+        They have time to read it, before this rank leaves, and looks lost. A rank that the first one did not know yet
+        says what it found itself.
         """
         new: list[tuple[int, int, str]] = []
         if rank in found:
             new = [(one, report.number, report.waits[0].text) for one, report in found.items()]
         said = store.compare_set("verdict", "", json.dumps(new)) if new else read_present(store, ["verdict"])[0]
         verdict = json.loads(said or "[]")
-        if [rank, own.number] not in [one[:2] for one in verdict]:  # None, or an earlier one of this job.
+        named = {(one, number) for one, number, _ in verdict}
+        if (rank, own.number) in named:
+            store.add("readers", 1)
+        elif named.isdisjoint((one, number) for one, number, _ in new):  # None, or an earlier one of this job.
             return {one: text for one, _, text in new} or None
-        store.add("readers", 1)
+        else:
+            verdict = new
         until = time.monotonic() + _OTHERS_S
-        while store.add("readers", 0) < len(verdict) and time.monotonic() < until:
+        while store.add("readers", 0) < len(named) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
         return {one: text for one, _, text in verdict}
 
