@@ -10,14 +10,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from bagua.integrations.accelerate import attach, use_comm_hook
-from bagua.integrations.ddp_comm_hooks import CodecState
+from bagua.integrations.accelerate import attach
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--hook", action="store_true", help="bytes, through DDP")
 parser.add_argument(
     "--checkpoint",
     type=Path,
@@ -27,11 +25,7 @@ parser.add_argument(
 options = parser.parse_args()
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
-# Before prepare; this is all that is new.
-if options.hook:
-    use_comm_hook(accelerator, CodecState("minmax_uint8"))
-else:
-    attach(accelerator, "diloco", sync_every=20)
+attach(accelerator, "diloco", sync_every=20)  # this is all that is new
 
 torch.manual_seed(0)
 teacher = nn.Linear(32, 8)  # what the model is to learn
@@ -59,8 +53,7 @@ while step < options.steps:
 
 if options.checkpoint:
     accelerator.save_state(options.checkpoint)
-if not options.hook:
-    model.bagua_finish()  # one model of those of all ranks
+model.bagua_finish()  # one model of those of all ranks
 total = sum(parameter.sum().item() for parameter in model.parameters())
 print(
     f"rank {accelerator.process_index} of {accelerator.num_processes}"

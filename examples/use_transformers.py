@@ -10,16 +10,12 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from bagua.integrations.ddp_comm_hooks import CodecState
-from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
+from bagua.integrations.transformers import attach
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument(
-    "--algorithm", default="diloco", help="of bagua; `hook` keeps torch's DDP"
-)
 parser.add_argument("--folder", default=None, help="for checkpoints")
 parser.add_argument(
     "--resume", action="store_true", help="from the last one there"
@@ -77,12 +73,7 @@ arguments = TrainingArguments(
     logging_strategy="no",
 )
 trainer = PrintingTrainer(Model(), arguments, train_dataset=data)
-if options.algorithm == "hook":
-    use_comm_hook(trainer, CodecState("minmax_uint8"))
-elif options.algorithm == "diloco":
-    attach(trainer, "diloco", sync_every=20)  # this is all that is new
-else:
-    use_bagua(trainer, options.algorithm)
+attach(trainer, "diloco", sync_every=20)  # this is all that is new
 trainer.train(resume_from_checkpoint=options.resume)
 
 total = sum(parameter.sum().item() for parameter in trainer.model.parameters())

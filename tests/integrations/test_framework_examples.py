@@ -130,8 +130,6 @@ def test_the_transformers_example_learns_and_goes_on(tmp_path):
     losses = learned(torchrun(*script, "--steps", "51"))
     assert losses[-1] < 0.5 * losses[0]
     assert learned(torchrun(*script, "--steps", "101", "--resume"))[0] < 0.5 * losses[0]
-    hooked = learned(torchrun(*script, "--steps", "51", "--algorithm", "hook"))
-    assert hooked[-1] < 0.5 * hooked[0]
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with an algorithm or a hook of ours, on two processes."""
+"""The Trainer of Transformers with an algorithm of ours, on two processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.integrations.ddp_comm_hooks import TopKState
-from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
+from bagua.integrations.transformers import attach
 from bagua.parallel import BaguaModule, with_bagua
 from tests.harness import State, assert_same_on_all_ranks, snapshot
 from tests.integrations.one_pair import as_torchrun_starts_it, run_all
@@ -81,12 +80,10 @@ def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
 
 def train(name: str, folder: str, checkpoint: str | None, options: dict[str, Any]) -> tuple[State, str]:
     trainer = make_trainer(folder, **options)
-    if name == "hook":
-        use_comm_hook(trainer, TopKState(0.1))
-    elif name == "diloco":  # The checkpoint after three steps is saved while an exchange is under way.
+    if name == "diloco":  # The checkpoint after three steps is saved while an exchange is under way.
         attach(trainer, name, sync_every=2, overlap=1, find_unused_parameters=False)
     elif name != "ddp":
-        use_bagua(trainer, name)
+        attach(trainer, name)
     trainer.train(resume_from_checkpoint=checkpoint)
     return snapshot(trainer.model), type(trainer.model_wrapped).__name__
 
@@ -103,7 +100,7 @@ def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
 
 
 NAMES = [
-    *("ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async", "hook"),
+    *("ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async"),
     "diloco",
 ]
 
@@ -113,7 +110,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: dict[Any, list[A
     for rank in ranks:
         for name, (whole, resumed, wrapped) in zip(NAMES, rank, strict=True):
             assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
-            assert wrapped == ("DistributedDataParallel" if name in {"ddp", "hook"} else "Model")
+            assert wrapped == ("DistributedDataParallel" if name == "ddp" else "Model")
         ddp, allreduce = rank[0][0], rank[1][0]
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
     for position in range(len(NAMES)):
@@ -148,7 +145,7 @@ def derived(folder: str) -> list[State]:
     for name in ("ddp", "gradient_allreduce"):
         trainer = make_trainer(f"{folder}/{name}", PreferenceTrainer)
         if name != "ddp":
-            use_bagua(trainer, name)
+            attach(trainer, name)
         trainer.train()
         assert trainer.margin
         states.append(snapshot(trainer.model))
@@ -181,7 +178,7 @@ def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
         trainer = make_trainer(f"{folder}/{name}", eval_strategy="no", auto_find_batch_size=True)
         trainer.model = trainer.model_wrapped = TooLarge(bagua.comm.get_rank())
         if name != "ddp":
-            use_bagua(trainer, name)
+            attach(trainer, name)
         trainer.train()
         states.append(snapshot(trainer.model))
     logging.getLogger("bagua").removeFilter(hear)
@@ -194,27 +191,17 @@ def test_a_batch_that_fits_is_found(results: dict[Any, list[Any]]) -> None:
         assert not [text for text in logged if "wrapped" in text]
 
 
-SEARCHED = ("diloco", "hook")
-
-
-def searching_trainer(name: str, folder: str, **options: Any) -> Any:
+def searching_trainer(folder: str, **options: Any) -> Any:
     trainer = make_trainer(folder, eval_strategy="no", **options)
     trainer.model_init = lambda: Model(bagua.comm.get_rank())
-    if name == "hook":
-        use_comm_hook(trainer, TopKState(0.1))
-    else:
-        use_bagua(trainer, name)
+    attach(trainer, "diloco")
     return trainer
 
 
-def search(folder: str) -> dict[str, list[tuple[State, str]]]:
+def search(folder: str) -> list[State]:
+    """Two trials as a search for hyperparameters runs them; then the second one by itself."""
     as_torchrun_starts_it()
-    return {name: two_trials(name, f"{folder}/{name}") for name in SEARCHED}
-
-
-def two_trials(name: str, folder: str) -> list[tuple[State, str]]:
-    """As a search for hyperparameters runs them; then the second one by itself."""
-    trainer, last = searching_trainer(name, folder), searching_trainer(name, f"{folder}/alone", learning_rate=0.01)
+    trainer, last = searching_trainer(folder), searching_trainer(f"{folder}/alone", learning_rate=0.01)
     trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
     trainer.hp_space, trainer.hp_name = (lambda trial: trial.params), None
     # Optuna need not be installed.
@@ -222,20 +209,16 @@ def two_trials(name: str, folder: str) -> list[tuple[State, str]]:
     results = []
     for number, rate in enumerate((0.02, 0.01)):
         trainer.train(trial=types.SimpleNamespace(number=number, params={"learning_rate": rate}))
-        results.append((snapshot(trainer.model), type(trainer.model_wrapped).__name__))
+        results.append(snapshot(trainer.model))
     last.train()
-    return [*results, (snapshot(last.model), type(last.model_wrapped).__name__)]
+    return [*results, snapshot(last.model)]
 
 
-@pytest.mark.parametrize("name", SEARCHED)
-def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(
-    name: str, results: dict[Any, list[Any]], folder: Path
-) -> None:
-    for (first, _), (second, in_trial), (alone, wrapped) in (of_rank[name] for of_rank in results[search]):
-        assert in_trial == wrapped == ("DistributedDataParallel" if name == "hook" else "Model")
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(results: dict[Any, list[Any]], folder: Path) -> None:
+    for first, second, alone in results[search]:
         assert all(torch.equal(second[key], alone[key]) for key in alone)
         assert not all(torch.equal(first[key], alone[key]) for key in alone)
-    saved = folder / search.__name__ / name
+    saved = folder / search.__name__
     for step in (STEPS // 2, STEPS):
         files = {file.relative_to(saved) for file in saved.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
         folders = [Path(f"run-{number}") for number in (0, 1)] + [Path("alone")]
@@ -247,19 +230,19 @@ def test_one_process_is_warned_and_trains(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         trainer = make_trainer(str(tmp_path))
     with pytest.warns(UserWarning, match="torchrun.*accelerate launch --cpu"):
-        use_bagua(trainer, "bytegrad")
+        attach(trainer, "bytegrad")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
         assert isinstance(trainer.model, BaguaModule)
         trainer.train()  # anew
     with pytest.raises(ConfigurationError, match="already"):
-        use_comm_hook(trainer, TopKState(0.1))
+        attach(trainer, "bytegrad")
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match=r"accelerate\.use_comm_hook"):
-        use_bagua(nn.Linear(2, 2), "bytegrad")
+    with pytest.raises(InvalidTypeError, match=r"accelerate\.attach"):
+        attach(nn.Linear(2, 2), "bytegrad")
 
 
 def _refusal(*arguments: Any) -> str:
@@ -292,4 +275,4 @@ def test_a_wrapped_model_and_a_checkpoint_without_bagua(results: dict[Any, list[
     for warned, refused, damaged in results[without_bagua]:
         assert "rank 0: no file; rank 1: a file that cannot be read" in damaged
         assert any("saved without bagua" in text for text in warned)
-        assert "use_bagua" in refused
+        assert "attach" in refused

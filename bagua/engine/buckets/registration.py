@@ -279,7 +279,7 @@ def require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
             expected="a module that one of the two trains",
             seen=type(module).__name__,
             advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
-            "see bagua.integrations.transformers.use_bagua, and use_comm_hook for both.",
+            "see attach in bagua.integrations.accelerate and bagua.integrations.transformers.",
         )
 
 
