@@ -11,7 +11,7 @@ from bagua.errors import ConfigurationError
 
 #: Every variable of ours.
 _OURS = (
-    *("BAGUA_ADVICE", "BAGUA_DEBUG", "BAGUA_FLIGHT_DIR", "BAGUA_ISLANDS", "BAGUA_LAUNCHER", "BAGUA_LOG"),
+    *("BAGUA_DEBUG", "BAGUA_FLIGHT_DIR", "BAGUA_ISLANDS", "BAGUA_LAUNCHER", "BAGUA_LOG"),
     *("BAGUA_SHM_STAGING_BYTES", "BAGUA_TIMEOUT_S", "BAGUA_TOKEN", "BAGUA_TRACE"),
 )
 
@@ -123,11 +123,6 @@ def flight_dir() -> str | None:
 def error_file() -> str | None:
     """``TORCHELASTIC_ERROR_FILE`` under ``baguarun`` (``BAGUA_LAUNCHER``): where it reads why a rank ended, or None."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") if _switch("BAGUA_LAUNCHER") else None
-
-
-def advice_file() -> str | None:
-    """``BAGUA_ADVICE``: file that ``bagua advise`` wrote, for ``Algorithm.init("auto")``, or None."""
-    return os.environ.get("BAGUA_ADVICE") or None
 
 
 def trace_dir() -> str | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,24 +125,6 @@ class Advice:
                 "far off. Ask again when the machine is idle."
             )
         return text
-
-    def save(self, path: str | Path, *, may_differ: bool = False) -> None:
-        """Write what ``Algorithm.init("auto")`` reads.
-
-        Args:
-            path: file.
-            may_differ: as for ``fastest``.
-        """
-        best = self.fastest(may_differ=may_differ)
-        found = {
-            "algorithm": "gradient_allreduce" if best.name == DDP else best.name,
-            "options": best.options,
-            "hosts": self.cluster.hosts,
-            "ranks_per_host": self.cluster.ranks_per_host,
-            "link": str(self.cluster.link),
-            "step_s": {one.name: one.step_s for one in self.predictions},
-        }
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def shown(one: Prediction) -> str:

@@ -52,8 +52,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%]", help="default 1gbit")
     add("--seconds", type=seconds, default=15.0, metavar="S", help="how long the script is trained; default 15")
     add("--algorithms", nargs="+", type=_name, metavar="NAME", help="default: all; end them with --")
-    add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
-    add("--out", type=Path, default=Path("bagua_advice.json"), metavar="FILE", help='for Algorithm.init("auto")')
     add("-m", dest="module", action="store_true", help="the script is a module")
     add("script", help="a Python script that calls bagua")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -67,14 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua advise`` on the command line.
 
     Returns:
-        0; 1 where nothing could be measured, or a file not written; 130 after Ctrl-C or SIGTERM.
+        0; 1 where nothing could be measured; 130 after Ctrl-C or SIGTERM.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if not options.out.absolute().parent.is_dir():
-        parser.error(f"{options.out}: there is no such folder")
-    if options.out.is_dir():
-        parser.error(f"{options.out} is a folder; name a file")
     before = threading.enumerate()
     status = _advise(options)
     if any(not thread.daemon for thread in threading.enumerate() if thread not in before):
@@ -93,14 +87,12 @@ def _advise(options: argparse.Namespace) -> int:
             _tell(f"measured {len(facts.steps_s)} steps of {facts.step_s * 1e3:.1f} ms")
             advice = weigh(facts, cluster, options.algorithms, tell=_tell)
         print(advice.table())
-        advice.save(options.out, may_differ=options.may_differ)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (BaguaError, OSError) as error:
+    except BaguaError as error:
         print(f"bagua advise: {error}", file=sys.stderr)
         return FAILED
-    print(f'written: {options.out}, which Algorithm.init("auto") reads')
     return 0
 
 

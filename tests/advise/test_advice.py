@@ -1,10 +1,8 @@
-"""The answer: which algorithm, when plain DDP, and what the file says."""
+"""The answer: which algorithm, and when plain DDP."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from bagua.advise import (
 )
 from bagua.advise.advice import RECIPES, asked_for, ranked
 from bagua.advise.probe import Others
-from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.algorithms import ByteGradAlgorithm
 from bagua.errors import ConfigurationError
 
 INT4, EIGHT_BITS = RECIPES["local_sgd"]
@@ -108,43 +106,6 @@ def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(probe.time, "monotonic", iter((10.0, 20.0)).__next__)
     file.unlink()
     assert Others().share() == 0.0
-
-
-def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "advice.json"
-    advice(prediction("bytegrad", 0.5)).save(file)
-    monkeypatch.setenv("BAGUA_ADVICE", str(file))
-    assert Algorithm.init("auto") == ByteGradAlgorithm()
-    assert Algorithm.init("auto", hierarchical=False) == ByteGradAlgorithm(hierarchical=False)
-    advice().save(file)
-    assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
-    assert json.loads(file.read_text())["step_s"] == {"ddp": 1.0}
-    advice(prediction("local_sgd", 0.5, equal=False, **EIGHT_BITS)).save(file, may_differ=True)
-    assert Algorithm.init("auto") == Algorithm.init("local_sgd", **EIGHT_BITS)
-
-
-def test_auto_without_advice_is_plain_ddp_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("BAGUA_ADVICE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.WARNING, logger="bagua"):
-        assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
-    assert "bagua advise" in caplog.text
-    advice(prediction("bytegrad", 0.5)).save("bagua_advice.json")
-    assert Algorithm.init("auto") == ByteGradAlgorithm()
-
-
-@pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"algorithm": 3, "options": {}}'])
-def test_advice_that_cannot_be_read_is_an_error(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "advice.json"
-    if text is not None:
-        file.write_text(text)
-    monkeypatch.setenv("BAGUA_ADVICE", str(file))
-    with pytest.raises(ConfigurationError, match="BAGUA_ADVICE"):
-        Algorithm.init("auto")
 
 
 def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> None:

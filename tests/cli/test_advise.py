@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bagua.advise import MachineFacts, advice
-from bagua.algorithms import Algorithm, ByteGradAlgorithm, registry
+from bagua.algorithms import registry
 from bagua.cli import advise
 from bagua.cli.lab import command as lab_command
 from bagua.comm import destroy_process_group
@@ -54,11 +54,15 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "probe_machine", lambda **_: MachineFacts(cores=4))
 
 
+#: The name at the beginning of a row of the table.
+ROW = re.compile(r"^(\w+) +[\d.]+ m?s ", re.MULTILINE)
+
+
 def run(tmp_path: Path, text: str, *words: str, options: tuple[str, ...] = ()) -> int:
     """Status of the command for a script of ``text``, whose arguments are ``words``."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    given = ["--seconds", "0", "--out", str(tmp_path / "advice.json"), "--link", "100kbit"]
+    given = ["--seconds", "0", "--link", "100kbit"]
     return advise.main([*given, "--algorithms", "bytegrad", *options, "--", str(script), *words])
 
 
@@ -72,16 +76,13 @@ def test_a_script_is_trained_for_a_while_and_ended_in_order(
     assert "Take bytegrad" in said.out
     assert "measured 5 steps" in said.err
     assert "rehearsing ddp\nrehearsing bytegrad\nmeasuring calls on this machine, for about 20 s\n" in said.err
-    file = tmp_path / "advice.json"
-    assert set(json.loads(file.read_text())["step_s"]) == {"ddp", "bytegrad"}
-    monkeypatch.setenv("BAGUA_ADVICE", str(file))
-    assert Algorithm.init("auto") == ByteGradAlgorithm()
+    assert set(ROW.findall(said.out)) == {"ddp", "bytegrad"}
 
 
 def test_a_script_may_be_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = ["--seconds", "0", "--out", str(tmp_path / "advice.json"), "--algorithms", "bytegrad"]
+    given = ["--seconds", "0", "--algorithms", "bytegrad"]
     assert advise.main([*given, "-m", "train", "bytegrad"]) == 0
 
 
@@ -107,10 +108,12 @@ def test_one_rank_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "one rank sends nothing" in capsys.readouterr().err
 
 
-def test_algorithms_that_the_script_registers_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algorithms_that_the_script_registers_can_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(registry, "_declarations", dict(registry._declarations))
     assert run(tmp_path, REGISTERS + SCRIPT, "bytegrad", options=("--algorithms", "mine", "bytegrad")) == 0
-    assert set(json.loads((tmp_path / "advice.json").read_text())["step_s"]) == {"ddp", "mine", "bytegrad"}
+    assert set(ROW.findall(capsys.readouterr().out)) == {"ddp", "mine", "bytegrad"}
 
 
 def test_a_name_that_nobody_registers_is_refused_before_a_step(
@@ -128,8 +131,6 @@ def test_a_name_that_nobody_registers_is_refused_before_a_step(
     ("arguments", "said"),
     [
         (["--algorithms", "bytegrad"], "train.py is a script: put -- before it"),
-        (["--out", "TMP/none/advice"], "there is no such folder"),
-        (["--out", "TMP"], "is a folder"),
         *(
             (["--seconds", seconds], f"expected seconds >= 0, at most 31536000 (a year), got {seconds}")
             for seconds in ("nan", "inf", "-1")
@@ -137,28 +138,17 @@ def test_a_name_that_nobody_registers_is_refused_before_a_step(
     ],
 )
 def test_what_makes_no_sense_is_said_before_the_measurement(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        advise.main([*(argument.replace("TMP", str(tmp_path)) for argument in arguments), "train.py"])
+        advise.main([*arguments, "train.py"])
     assert said in capsys.readouterr().err
-
-
-def test_what_cannot_be_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr("bagua.advise.Advice.save", refuse)
-    assert run(tmp_path, SCRIPT, "bytegrad") == 1
-    assert "the disk is full" in capsys.readouterr().err
 
 
 def test_a_thread_of_the_script_that_never_ends_keeps_nobody(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\nraise SystemExit(3)")
-    command = [sys.executable, "-m", "bagua", "advise", "--out", str(tmp_path / "advice.json"), str(script)]
+    command = [sys.executable, "-m", "bagua", "advise", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "exit status 3" in ended.stderr

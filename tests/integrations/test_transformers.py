@@ -214,7 +214,9 @@ def search(folder: str) -> list[State]:
     return [*results, snapshot(last.model)]
 
 
-def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(results: dict[Any, list[Any]], folder: Path) -> None:
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(
+    results: dict[Any, list[Any]], folder: Path
+) -> None:
     for first, second, alone in results[search]:
         assert all(torch.equal(second[key], alone[key]) for key in alone)
         assert not all(torch.equal(first[key], alone[key]) for key in alone)
