@@ -1,6 +1,5 @@
 """Codecs: a tensor in, bytes out, and back. No communication."""
 
-from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16, Identity
 from bagua.compression.codec import Codec, Metadata, as_codec, register, registry
 from bagua.compression.codec import check_codec as check_codec
@@ -11,7 +10,6 @@ from bagua.compression.top_k import BlockTopK, TopK
 __all__ = [
     "BFloat16",
     "BlockTopK",
-    "BySize",
     "Codec",
     "Float16",
     "Identity",
@@ -35,4 +33,3 @@ register("int2", Int2)
 register("sign", Sign)
 register("topk", TopK)
 register("block_topk", BlockTopK)
-register("by_size", BySize)

@@ -43,8 +43,8 @@ class Identity(_Cast):
     """
 
     dtypes = (*FLOATING, torch.complex64, torch.complex128, *_INTEGERS, torch.bool)
-    exact = True  # Nothing is lost.
-    contraction = 1.0
+    unbiased = True
+    contraction = 1.0  # Nothing is lost.
 
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

@@ -60,11 +60,6 @@ class Codec(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATING
 
     @property
-    def exact(self) -> bool:
-        """Whether nothing is lost."""
-        return False
-
-    @property
     def contraction(self) -> float | None:
         """``d`` in ``||x - x'||^2 <= (1 - d) ||x||^2`` for each block ``x`` of finite values in range; None if unknown.
 
@@ -76,7 +71,7 @@ class Codec(ABC):
     @property
     def unbiased(self) -> bool:
         """Whether the expected value of what is decoded is what was compressed, over all seeds."""
-        return self.exact
+        return False
 
     def for_draw(self, *numbers: int) -> Codec:  # noqa: ARG002 - for codecs that draw
         """The codec to use for one of many tensors: with random numbers of its own, if it draws any.
@@ -221,9 +216,9 @@ def as_codec(codec: Codec | str | None) -> Codec | None:
     return Codec.init(codec) if isinstance(codec, str) else codec
 
 
-def check_codec(codec: object, argument: str = "codec") -> None:
-    """Raise ``InvalidTypeError``, which names ``argument``, unless this is a codec."""
-    check_kind(Codec, "a Codec", **{argument: codec})
+def check_codec(codec: object) -> None:
+    """Raise ``InvalidTypeError`` unless this is a codec."""
+    check_kind(Codec, "a Codec", codec=codec)
 
 
 #: All codecs by name. ``bagua/compression/__init__.py`` has one line for each.

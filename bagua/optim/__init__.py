@@ -9,14 +9,12 @@ from bagua.optim.companions import (
     optim_fn_adamw,
 )
 from bagua.optim.dion import DionOptimizer
-from bagua.optim.muon import Muon
 from bagua.optim.qadam import OneBitLambOptimizer, QAdamOptimizer
 
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
     "DionOptimizer",
-    "Muon",
     "OneBitLambOptimizer",
     "QAdamOptimizer",
     "lr_scheduler_fn_cosine_with_warmup",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from bagua.checks import check_numbers, check_whole
-from bagua.optim.group_optimizer import OneByOneOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
+from bagua.optim.group_optimizer import GroupOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 from bagua.primitives import orthonormal
 
 _EPSILON = 1e-8
 
 
-class DionOptimizer(OneByOneOptimizer):
+class DionOptimizer(GroupOptimizer):
     r"""Steps of matrices along orthonormal directions of low rank of their momenta; AdamW for everything else.
 
     For a matrix with at least as many rows as columns (transposed otherwise), with :math:`Q` (columns x
@@ -80,6 +80,11 @@ class DionOptimizer(OneByOneOptimizer):
     def note_direction(self, parameter: torch.Tensor) -> None:
         """Say that what lies in ``parameter.grad`` in the next step is a direction already."""
         self.state[parameter]["directed"] = True
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(group, parameter, parameter.grad)
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         lr = float(group["lr"])

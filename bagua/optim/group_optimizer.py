@@ -39,19 +39,6 @@ class GroupOptimizer(torch.optim.Optimizer, ABC):
         """Update those of ``group`` that have a gradient."""
 
 
-class OneByOneOptimizer(GroupOptimizer):
-    """An optimizer that updates one parameter after the other."""
-
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(group, parameter, parameter.grad)
-
-    @abstractmethod
-    def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one of the parameters of ``group``."""
-
-
 class TogetherOptimizer(GroupOptimizer):
     """An optimizer that counts the steps of each parameter, and updates those together that take the same one."""
 

@@ -161,7 +161,7 @@ class Case:
     def lossy(self) -> bool:
         """Whether the result is not the exact mean, which two hosts that mix take, too."""
         neighbours = self.topology not in ("", "complete", "alternating_exp_ring") and not self.by_host
-        return neighbours or self.codec not in ("", "identity", "by_size")
+        return neighbours or self.codec not in ("", "identity")
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, one.name)) for one in fields(self))

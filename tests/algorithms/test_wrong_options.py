@@ -10,12 +10,11 @@ import torch
 
 from bagua import algorithms
 from bagua.algorithms import Algorithm, Registry, registry
-from bagua.compression import BlockTopK, BySize, Codec, Int2, MinMaxUInt8, Sign, TopK
+from bagua.compression import BlockTopK, Codec, Int2, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.optim import (
     AccumAdam,
     AccumAdamW,
-    Muon,
     OneBitLambOptimizer,
     QAdamOptimizer,
     lr_scheduler_fn_cosine_with_warmup,
@@ -130,7 +129,7 @@ def test_other_options_of_algorithms(name, option, wrong):
                 lambda codec=codec: algorithms.LowPrecisionDecentralizedAlgorithm(codec=codec),
                 r"drop most of each update.*DiLoCoAlgorithm",
             )
-            for codec in (TopK(), BlockTopK(), Int2(), BySize(large=Sign()))
+            for codec in (TopK(), BlockTopK(), Int2())
         ),
         (lambda: algorithms.DiLoCoAlgorithm(4, inner="decentralized"), "sums gradients in each step"),
         (lambda: algorithms.DiLoCoAlgorithm(4, inner="local_sgd"), "sums gradients in each step"),
@@ -222,8 +221,6 @@ def test_a_name_is_text():
         (lambda: MinMaxUInt8(block_numel=0), "block_numel"),
         (lambda: Sign(block_numel=12), "block_numel"),
         (lambda: TopK(ratio=None), "ratio"),
-        (lambda: BySize(threshold_bytes="x"), "threshold_bytes"),
-        (lambda: BySize(small=3), "small"),
         (lambda: AllGatherReducer(3), "codec"),
         (lambda: ScatterGatherReducer("sign"), "codec"),
         (lambda: ErrorFeedback(3), "reducer"),
@@ -283,7 +280,6 @@ def test_optimizers(kind, argument, wrong):
         (QAdamOptimizer, "warmup_steps", 1.5),
         (OneBitLambOptimizer, "ratio_beta", 1.0),
         (OneBitLambOptimizer, "warmup_steps", 0),
-        *((Muon, *wrong) for wrong in (("lr", -1.0), ("momentum", 1.0), ("scale", "other"), ("weight_decay", -0.1))),
     ],
 )
 def test_options_of_one_optimizer(kind, argument, wrong):

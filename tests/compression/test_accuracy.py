@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from bagua.compression import (
     BFloat16,
     BlockTopK,
-    BySize,
     Codec,
     Float16,
     Identity,
@@ -176,13 +175,6 @@ def test_topk_finds_the_largest_of_many_through_a_sample(pattern):
         assert torch.equal(chosen.sort().values, expected[expected != 0].sort().values)
 
 
-def test_by_size_is_what_was_chosen():
-    codec = BySize(threshold_bytes=400, small=Identity(), large=Sign())
-    small, large = torch.randn(99), torch.randn(100)
-    assert torch.equal(decoded(codec, small), small)
-    assert torch.equal(decoded(codec, large), decoded(Sign(), large))
-
-
 # Contraction and expectation: what error feedback, and sums over many ranks, rest on.
 
 
@@ -207,7 +199,7 @@ def hard_blocks(numel: int) -> dict[str, torch.Tensor]:
 
 
 CONTRACTIVE = [
-    *(Codec.init(name) for name in registry if name not in ("identity", "by_size")),
+    *(Codec.init(name) for name in registry if name != "identity"),
     Int2(block_numel=64),
     Int4(block_numel=64),
     Int4(block_numel=64, seed=0),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import bagua.compression
 from bagua.compression import (
     BlockTopK,
-    BySize,
     Codec,
     Identity,
     Int2,
@@ -39,7 +38,6 @@ CODECS = [
     Int2(block_numel=72, seed=3),
     TopK(ratio=0.4),
     BlockTopK(block_numel=48, kept=5, value_bits=2),
-    BySize(threshold_bytes=64, small=Sign(), large=TopK(0.5)),
 ]
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -162,7 +160,7 @@ def test_tensors_that_do_not_fit_are_refused(codec):
 @codecs
 def test_dtypes_that_cannot_be_compressed_are_refused_before_anything_is_done(codec):
     metadata = Metadata(4, torch.int64)
-    if isinstance(codec, Identity) or (isinstance(codec, BySize) and codec.small == Identity()):
+    if isinstance(codec, Identity):
         assert codec.compressed_bytes(metadata) == 32
         return
     with pytest.raises(InvalidTensorError, match="float16 or"):
@@ -205,8 +203,6 @@ def test_codecs_are_found_by_name():
         (BlockTopK, {"kept": 0}),
         (BlockTopK, {"kept": 5000}),
         (BlockTopK, {"value_bits": 4}),
-        (BySize, {"threshold_bytes": -1}),
-        (BySize, {"small": Identity}),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_construction(kind, options):
