@@ -49,6 +49,8 @@ class TestGloo(TransportContract):
 @pytest.mark.gloo
 class TestGlooWithDebugChecks(TransportContract):
     sizes = (3,)
+    compares_messages = False
+    matches_in_order = False
     adds_in_float32 = False
 
     @pytest.fixture

@@ -47,6 +47,7 @@ __all__ = ["TransportContract"]
 #: What is true of a transport without a capability.
 _WITHOUT = {
     "compares_calls": "calls are not compared",
+    "compares_messages": "messages are not compared",
     "can_lose_ranks": "there is no other rank",
     "adds_in_float32": "a foreign library adds",
     "keeps_apart": "communicators are used in one order, and share their fate",
@@ -91,6 +92,7 @@ class TransportContract:
     Attributes:
         sizes: numbers of ranks with which every promise is checked.
         compares_calls: ranks that disagree get ``CollectiveMismatchError``.
+        compares_messages: both ends of a message that disagree do, too.
         can_lose_ranks: ranks can die, be late, or call something else; not where there is only one.
         adds_in_float32: sums of 16-bit floats are accumulated in float32 by this project.
         keeps_apart: calls on two communicators may be issued in different orders on
@@ -105,6 +107,7 @@ class TransportContract:
 
     sizes: ClassVar[tuple[int, ...]] = (2, 3)
     compares_calls: ClassVar[bool] = True
+    compares_messages: ClassVar[bool] = True
     can_lose_ranks: ClassVar[bool] = True
     adds_in_float32: ClassVar[bool] = True
     keeps_apart: ClassVar[bool] = True
@@ -308,7 +311,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
-        self.need("can_lose_ranks", "compares_calls")
+        self.need("can_lose_ranks", "compares_calls", *["compares_messages"] * (way in ("message", "message_type")))
         seen_at_once = way != "message_against_collective"
         deadline_s = disagreements.CALM_S if seen_at_once else self.deadline_s
         errors = pool.run(disagreements.disagree_in_pairs, way, deadline_s, size=self.size)
