@@ -23,9 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Say in sentences which rank did something else than the others, or did not come.",
         epilog="Ranks write their records when a call fails, or on SIGUSR2, to a folder of the job in DIR. baguarun "
         "names DIR when a rank fails; elsewhere, start the job with BAGUA_FLIGHT_DIR=DIR. "
-        "calls_RANK.txt there shows the last calls of a rank. "
-        "Torch's analyzer reads the same records: "
-        "python -m torch.distributed.flight_recorder.fr_trace DIR/JOB --prefix flight_rank_",
+        "calls_RANK.txt there shows the last calls of a rank.",
     )
     parser.add_argument("folder", metavar="DIR", help="BAGUA_FLIGHT_DIR, for the latest job; or the folder of a job")
     parsed = parser.parse_args(arguments)

@@ -1,18 +1,15 @@
 """The flight record: the last calls of a rank, written when one fails or a signal comes, and what records say.
 
-Two files for each rank, in a folder of the job. ``flight_rank_<r>`` is what the analyzer of
-``torch.distributed.flight_recorder`` reads; what it reads holds collectives only, because it cannot match messages in
-groups of more than two. ``calls_<r>.txt`` is for people. Both stay as the first failure of the rank has left them; what
-comes after it is in ``calls_<r>_later.txt``.
+Two files for each rank, in a folder of the job: ``calls_<r>.json`` for ``explain``, ``calls_<r>.txt`` for people. Both
+stay as the first failure of the rank has left them; what comes after it is in ``calls_<r>_later.txt``.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
+import json
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -24,21 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from typing_extensions import Never
-
 from bagua.comm import CallRecord, Place, Recorder
 from bagua.observe.folders import folder_of_latest_job, not_readable, other_jobs, usable_folder, write_whole
 
-#: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
-PREFIX = "flight_rank_"
-#: The version of torch's format that is written, and the backend that the analyzer is told: it refuses other names.
-_VERSION, _BACKEND = "2.10", "gloo"
 #: On which a rank writes its record and goes on.
 SIGNAL = signal.SIGUSR2
 
-_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "alltoall_v": "all_to_all"}
 _MESSAGES = ("send", "recv", "sendrecv")
 _log = logging.getLogger("bagua")
+Record = dict[str, Any]
+_FILES = "calls_*.json"
 
 
 def later_name(rank: int) -> str:
@@ -127,25 +119,14 @@ class FlightRecord:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if first:
-                dumped = pickle.dumps(self._dump(recorder, records, reason, stacks))
-                write_whole(self._folder / f"{PREFIX}{rank}", dumped)
+                record = self._record(records, reason, stacks)
+                write_whole(self._folder / f"calls_{rank}.json", json.dumps(record).encode())
             write_whole(self._folder / (f"calls_{rank}.txt" if first else later_name(rank)), text)
         except OSError as error:
             _log.warning("flight record: rank %d cannot write to %s: %s", rank, self._folder, error)
 
-    def _dump(
-        self, recorder: Recorder, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]
-    ) -> dict[str, Any]:
-        places = [self._place, *(record.place for record in records)]
-        first = _complete_from(recorder)
-        # Without the call to which this rank came late, the analyzer names it, whichever file it reads first.
-        window = [one for one in records if one.number >= first and one.state != "late"]
-        torch_reads = [one for one in window if one.call.kind not in _MESSAGES]
+    def _record(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> Record:
         return {
-            "version": _VERSION,
-            "pg_config": {one.label: {"desc": one.backend, "ranks": str(list(one.ranks))} for one in places},
-            "entries": [self._entry(record) for record in torch_reads],
-            # What follows is ours.
             "calls": [self._fact(record) for record in records],
             "rank": self._place.ranks[self._place.rank],
             "ranks": list(self._place.ranks),
@@ -154,35 +135,7 @@ class FlightRecord:
             "stacks": stacks,
         }
 
-    def _entry(self, record: CallRecord) -> dict[str, Any]:
-        call, place = record.call, record.place
-        (given, taken), done = _sizes(record), _state(record) == "completed"
-        ended_ns = self._ns(record.ended) if record.ended else None
-        return {
-            "record_id": record.number,
-            "pg_id": 0,
-            "process_group": (place.label, place.backend),
-            "collective_seq_id": call.sequence,
-            "p2p_seq_id": 0,
-            "op_id": record.number,
-            "profiling_name": f"{_BACKEND}:{_NAMES.get(call.kind, call.kind)}",
-            "time_created_ns": self._ns(record.begun),
-            "time_discovered_started_ns": self._ns(record.begun),
-            "time_discovered_completed_ns": ended_ns,
-            "duration_ms": None if ended_ns is None else (record.ended - record.begun) * 1e3,
-            "input_sizes": [given],
-            "output_sizes": [taken],
-            "input_dtypes": [str(call.dtype)],
-            "output_dtypes": [str(call.dtype)],
-            "state": "completed" if done else "started",
-            "retired": done,
-            "timeout_ms": 0,
-            "is_p2p": False,
-            "frames": [],
-        }
-
     def _fact(self, record: CallRecord) -> dict[str, Any]:
-        """All of a record, for ``explain``."""
         call, place = record.call, record.place
         return {
             "label": place.label,
@@ -196,9 +149,6 @@ class FlightRecord:
             "ended_s": record.ended + self._epoch_s if record.ended else None,
         }
 
-    def _ns(self, moment: float) -> int:
-        return int((moment + self._epoch_s) * 1e9)
-
     def _text(self, now: float, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> str:
         lines = [f"rank {self._place.ranks[self._place.rank]} of {len(self._place.ranks)}, because: {reason}", ""]
         lines += ["its last calls, oldest first: seconds ago, communicator, call, state, seconds that it took"]
@@ -210,33 +160,9 @@ class FlightRecord:
         return "\n".join(lines) + "\n"
 
 
-def _complete_from(recorder: Recorder) -> int:
-    """The first call after which none is missing. The analyzer cuts what ranks do not have in common by numbers."""
-    full = [entry.recent for entry in recorder.open if len(entry.recent) == entry.recent.maxlen]
-    return max((recent[0].number for recent in full), default=0)
-
-
 def _state(record: CallRecord) -> str:
     """The state; a call may be complete although no thread has waited for it."""
     return "completed" if record.state == "started" and record.ended else record.state
-
-
-def _sizes(record: CallRecord) -> tuple[list[int], list[int]]:
-    """Elements of input and output, where torch's analyzer expects them."""
-    call, size = record.call, len(record.place.ranks)
-    share, all_shares, mine = [call.numel], [call.numel * size], record.place.rank == call.root
-    if call.kind == "barrier":
-        return [1], [1]
-    if call.kind == "alltoall_v":
-        return [sum(call.send_counts)], [sum(call.recv_counts)]
-    sizes = {
-        "allgather": (share, all_shares),
-        "gather": (share, all_shares if mine else []),
-        "scatter": (all_shares if mine else [], share),
-        "reduce_scatter": (all_shares, share),
-        "alltoall": (all_shares, all_shares),
-    }
-    return sizes.get(call.kind, (share, share))
 
 
 def _stacks() -> dict[str, list[str]]:
@@ -251,17 +177,8 @@ def _stacks() -> dict[str, list[str]]:
     }
 
 
-Record = dict[str, Any]
-_FILES = f"{PREFIX}*"
 #: A group in the records: its label and its global ranks.
 _Group = tuple[str, tuple[int, ...]]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Takes numbers, strings, lists and dictionaries; a file that wants to run code is refused."""
-
-    def find_class(self, module: str, name: str) -> Never:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
@@ -273,20 +190,19 @@ def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
     Raises:
         ConfigurationError: there are none, or one of them is no flight record of ours.
     """
-    found = folder_of_latest_job(folder, _FILES).glob(_FILES)
-    paths = sorted(path for path in found if path.name.removeprefix(PREFIX).isdigit())
+    paths = sorted(folder_of_latest_job(folder, _FILES).glob(_FILES))
     if not paths:
         advice = "Start the job with BAGUA_FLIGHT_DIR=DIR. Ranks write there when a call fails, or on SIGUSR2."
-        raise not_readable("there is no flight record here", f"files {PREFIX}0, {PREFIX}1, ...", folder, advice)
+        raise not_readable("there is no flight record here", "files calls_0.json, calls_1.json, ...", folder, advice)
     records = [_read(path) for path in paths]
     return {int(record["rank"]): record for record in records}
 
 
 def _read(path: Path) -> Record:
     try:
-        record: Record = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        record: Record = json.loads(path.read_text(encoding="utf-8"))
         record["calls"], record["rank"], record["ranks"]
-    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         problem = f"this is no flight record of bagua: {error}"
         raise not_readable(problem, "files that bagua has written", path) from error
     return record

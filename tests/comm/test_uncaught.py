@@ -57,7 +57,7 @@ def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_pa
     folder = summary.split()[-1]
     assert "site-packages" not in Path(folder, "summary.txt").read_text()
     assert "PeerLostError" in Path(folder, "traceback_0.txt").read_text()
-    assert len(list(Path(folder).glob("*/flight_rank_0"))) == 1
+    assert len(list(Path(folder).glob("*/calls_0.json"))) == 1
     shutil.rmtree(folder)
 
 
