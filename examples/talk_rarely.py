@@ -50,23 +50,21 @@ def train(first: int, last: int) -> None:
             print(f"step {step:>4}  loss {loss.item():.4f}")
 
 
+diloco = Algorithm.init("diloco", sync_every=20)
 own = options.checkpoint and options.checkpoint / f"rank{rank}.pt"
 saved = torch.load(own) if own is not None and own.exists() else None
 done = saved["step"] if saved else 0
 
 if options.entry == "with_bagua":
-    algorithm = Algorithm.init("diloco", sync_every=20)
-    model = bagua.with_bagua(model, optimizer, algorithm)
+    model = bagua.with_bagua(model, optimizer, diloco)
 elif options.entry == "bagua_init":
-    model, optimizer = bagua.bagua_init(
-        model, optimizer, distributed_algorithm="diloco", sync_every=20
-    )
+    model, optimizer = bagua.bagua_init(model, optimizer, diloco)
 else:
     model, optimizer = bagua.bagua_init(model, optimizer, "gradient_allreduce")
     if not done:
         done = 10
         train(0, done - 1)  # These steps exchange gradients.
-    model.switch_to(Algorithm.init("diloco", sync_every=20))
+    model.switch_to(diloco)
 if saved:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

@@ -6,21 +6,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer, as_algorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm
 from bagua.buckets import check_align_bytes
 from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup
 from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from bagua.compression import Codec
-    from bagua.optim import QAdamOptimizer
-    from bagua.topology import Topology
 
 #: What ``buckets`` lists: a parameter, or its name.
 TensorDeclaration = torch.Tensor | str
@@ -114,7 +109,7 @@ def refuse_unknown(
         options = [name for name in unknown if name in getattr(kind, "__dataclass_fields__", ())]
         if kind is not None and options:
             values = ", ".join(f"{name}=..." for name in options)
-            meant = [f"The algorithm has {', '.join(options)}: pass algorithm={kind.__name__}({values})."]
+            meant = [f"The algorithm has {', '.join(options)}: pass {kind.__name__}({values}) as the algorithm."]
         text = f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}"
         raise TypeError(". ".join(filter(None, (text, " ".join(filter(None, meant))))))
 
@@ -197,51 +192,7 @@ class SwitchOptions(EngineKeywords, total=False):
     fusion: bool
 
 
-class AlgorithmOptions(TypedDict, total=False):
-    """Options of the algorithms of this package, where one is given by its name."""
-
-    alpha: float
-    anchor_device: Literal["cpu"] | None
-    anchor_dtype: Literal["float32", "weights"]
-    average: bool
-    average_buffers: bool
-    averaging: float
-    beta: float
-    blend: float
-    block_numel: int
-    clip_norm: float | None
-    codec: Codec | str | None
-    communication_interval: int
-    density_steps: int
-    eager: bool
-    error_feedback: bool | float
-    fragment_order: Literal["strided", "bytes"]
-    fragments: int
-    inner: Algorithm | str | None
-    kept: int
-    matrix_rank: int
-    mix: Literal["blend", "add"]
-    momentum: float | None
-    outer: str | Outer
-    outer_lr: float | None
-    outer_momentum: float | None
-    overlap: int
-    pace: Literal["equal", "own"]
-    peer_selection_mode: str | Topology
-    q_adam_optimizer: QAdamOptimizer | None
-    ratio: float
-    reset_every: int
-    seed: int
-    start_after: int
-    start_with: Algorithm | str
-    sync_every: int
-    sync_interval_ms: float
-    topology: str | Topology
-    value_bits: int | None
-    warmup_steps: int
-
-
-class InitOptions(SwitchOptions, AlgorithmOptions, total=False):
+class InitOptions(SwitchOptions, total=False):
     """Keyword options of ``bagua_init``."""
 
     intra_comm_root_rank: int

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -261,8 +260,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         **kwargs: Unpack[SwitchOptions],
     ) -> None:
         super().__init__(module)
-        unknown = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-        refuse_unknown(unknown, sorted((*_DOCUMENTED, *_OPTIONS)))
+        _refuse_unknown(kwargs)
         check_flags(broadcast_buffers=broadcast_buffers, delay_reduce=delay_reduce)
         check_optional_flag(hierarchical_reduce=hierarchical_reduce)
         self._optimizers = optimizer_list(optimizer, "optimizer")
@@ -385,8 +383,7 @@ def bagua_init(
         delay_reduce: exchange everything at the end of backward.
         hierarchical_reduce: see ``ModelSwitchWrapper``.
         message_size: a bucket is closed when it holds so many bytes.
-        kwargs: see ``ModelSwitchWrapper``; besides, options of an algorithm that is given by
-            its name, as in ``bagua_init(module, optimizer, "async", sync_interval_ms=100)``.
+        kwargs: see ``ModelSwitchWrapper``.
 
     Returns:
         The wrapped module, and ``optimizer`` as it was given.
@@ -404,18 +401,16 @@ def bagua_init(
         >>> model, optimizer = bagua.bagua_init(layer, optimizer)
         >>> bagua.destroy_process_group()
     """
-    algorithm = distributed_algorithm
-    given: dict[str, Any] = {**kwargs}
-    if given and not isinstance(algorithm, Algorithm):
-        declaration = _with_hierarchy(algorithm, hierarchical_reduce)
-        names = {field.name for field in dataclasses.fields(declaration)} - set(_OPTIONS)  # type: ignore[arg-type]
-        names.discard("hierarchical")  # That is what hierarchical_reduce says.
-        options = {name: given.pop(name) for name in sorted(names.intersection(given))}
-        algorithm = dataclasses.replace(declaration, **options)  # type: ignore[type-var]
+    _refuse_unknown(kwargs, distributed_algorithm)
     wrapper = ModelSwitchWrapper(
-        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **given
+        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **kwargs
     )
-    return wrapper.switch_to(algorithm), optimizer
+    return wrapper.switch_to(distributed_algorithm), optimizer
+
+
+def _refuse_unknown(given: Mapping[str, Any], algorithm: DistributedAlgorithm | Algorithm | str | None = None) -> None:
+    known = sorted({*_DOCUMENTED, *_OPTIONS})
+    refuse_unknown({name: value for name, value in given.items() if name not in known}, known, algorithm)
 
 
 def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:

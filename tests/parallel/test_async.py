@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import AsyncModelAverageAlgorithm
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
 from bagua.algorithms.async_model_average import ENDING, FRESH, IMPATIENT, LEAVING, OPEN, SETTLING, Stage, verdict
 from bagua.comm import solo_group
 from bagua.comm.transports.threads import FaultHook, RankKilled, Step, inject_fault
@@ -633,7 +633,7 @@ def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
 @on_ranks(2, assert_same_on_all_ranks)
 def test_switching_and_changing_the_model_stop_averaging_first() -> State:
     def wrap(*made, algorithm):
-        return bagua_init(*made, algorithm, sync_interval_ms=0, message_size=1000)[0]
+        return bagua_init(*made, Algorithm.init(algorithm, sync_interval_ms=0), message_size=1000)[0]
 
     loop = Averaged("async", wrap=wrap)
     loop.train(10 + loop.rank)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.errors import BaguaError, CollectiveMismatchError
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot
 from tests.parallel.test_training import frozen
@@ -72,7 +73,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str]] =
     "hierarchical": (mlp, {"hierarchical_reduce": True}, "hierarchical"),
     "delay_reduce": (mlp, {"delay_reduce": True}, "delay_reduce"),
     "fusion": (mlp, {"fusion": False}, "fusion"),
-    "algorithm": (mlp, {"average": False}, "average"),
+    "algorithm": (mlp, {"distributed_algorithm": GradientAllReduceAlgorithm(average=False)}, "average"),
     "find_unused_parameters": (mlp, {"find_unused_parameters": True}, "find_unused_parameters"),
 }
 

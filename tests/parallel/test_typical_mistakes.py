@@ -123,9 +123,13 @@ def test_options_that_are_nearly_right_are_answered():
         Algorithm.init("gradient_allreduce", avrage=True)
     with pytest.raises(TypeError, match=r"unknown keyword arguments: bucket_byte; .*Did you mean 'bucket_bytes'\?"):
         bagua.with_bagua(mlp(), [], bucket_byte=1)
-    for call in (partial(bagua.with_bagua, mlp(), []), partial(DistributedDataParallel, mlp())):
-        with pytest.raises(TypeError, match=r"has sync_every: pass algorithm=DiLoCoAlgorithm\(sync_every="):
-            call(algorithm="diloco", sync_every=8)
+    for call in (
+        partial(bagua.with_bagua, mlp(), [], algorithm="diloco"),
+        partial(DistributedDataParallel, mlp(), algorithm="diloco"),
+        partial(bagua.bagua_init, mlp(), [], "diloco"),
+    ):
+        with pytest.raises(TypeError, match=r"has sync_every: pass DiLoCoAlgorithm\(sync_every=\.\.\.\) as the alg"):
+            call(sync_every=8)
 
 
 def test_names_that_another_module_has_say_which():

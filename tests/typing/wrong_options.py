@@ -12,9 +12,9 @@ layer = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 tensor = torch.ones(2)
 
-bagua_init(layer, optimizer, "async", sync_interval_ms=100, find_unused_parameters=True)
+bagua_init(layer, optimizer, "async", find_unused_parameters=True)
 bagua_init(layer, optimizer, find_unused_parameter=True)  # type: ignore[call-arg]
-bagua_init(layer, optimizer, "async", sync_interval_ms="soon")  # type: ignore[arg-type]
+bagua_init(layer, optimizer, bucket_bytes="many")  # type: ignore[arg-type]
 
 ModelSwitchWrapper(layer, optimizer, chunking=True, bucket_bytes=1000)
 ModelSwitchWrapper(layer, optimizer, chunk=True)  # type: ignore[call-arg]
