@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _LATE = {
     "graphs": ("AlternatingRing", "Complete", "OnePeerExponential", "Ring", "ShiftOne", "Torus"),
     "hosts": ("AlternatingExponentialRing", "Hierarchical", "weighted_by_size"),
-    "names": ("available", "create", "register"),
+    "names": ("available", "create"),
     "topology": ("Edge", "Neighbours", "Round", "Topology", "Turn", "check_round", "consensus_rate"),
 }
 _places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}

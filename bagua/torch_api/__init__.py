@@ -21,8 +21,7 @@ from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, g
 
 if TYPE_CHECKING:
     from bagua.advise import advise, watch
-    from bagua.cli import notebook_launch
-    from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
+    from bagua.utilities.training import distributed_loader, print_rank_0
 
 __all__ = [
     "BaguaModule",
@@ -33,7 +32,6 @@ __all__ = [
     "TorchBackendOptions",
     "advise",
     "algorithms",
-    "average_metrics",
     "bagua_init",
     "communication",
     "data_parallel",
@@ -49,7 +47,6 @@ __all__ = [
     "get_world_size",
     "join_islands",
     "metrics",
-    "notebook_launch",
     "print_rank_0",
     "unwrap",
     "watch",
@@ -73,8 +70,7 @@ def __getattr__(name: str) -> Any:
 #: What few programs ask for, and takes long to import.
 _LATE = {
     **dict.fromkeys(("advise", "watch"), "bagua.advise"),
-    "notebook_launch": "bagua.cli",
-    **dict.fromkeys(("average_metrics", "distributed_loader", "print_rank_0"), "bagua.utilities.training"),
+    **dict.fromkeys(("distributed_loader", "print_rank_0"), "bagua.utilities.training"),
 }
 _late, __dir__ = late(__name__, _LATE)
 

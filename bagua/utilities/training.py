@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from bagua.comm import get_default_group
 from bagua.errors import ConfigurationError
 from bagua.utilities.rank_zero import rank_zero_only
 
-__all__ = ["DistributedLoader", "average_metrics", "distributed_loader", "print_rank_0"]
-
-Number = float | torch.Tensor
+__all__ = ["DistributedLoader", "distributed_loader", "print_rank_0"]
 
 #: Attributes of a loader that are arguments of its constructor, except those that say which samples make a batch.
 _KEPT = (
@@ -44,63 +41,6 @@ def print_rank_0(*values: object, sep: str = " ", end: str = "\n", flush: bool =
     sys.stdout.write(sep.join(map(str, values)) + end)
     if flush:
         sys.stdout.flush()
-
-
-def average_metrics(metrics: Number | Mapping[str, Number], weight: float = 1.0) -> Any:
-    """The mean of metrics over all ranks, weighted. All ranks call it, and all get the same numbers.
-
-    Args:
-        metrics: a number, a tensor of one element, or a dict of these with the same names on all ranks.
-        weight: weight of this rank, 0 or more; for example the number of samples that its metrics are means of.
-
-    Returns:
-        A float, or a dict of floats: ``sum(weight * metric) / sum(weight)``.
-
-    Raises:
-        NotInitializedError: ranks are not connected yet.
-        ConfigurationError: names differ between ranks, or all weights are 0; on all ranks. Or a metric is no number,
-            or the weight is negative or not finite; on that rank, and the others see a lost peer.
-
-    Example:
-        >>> import bagua
-        >>> bagua.init_process_group()
-        >>> average_metrics({"loss": torch.tensor(0.5), "accuracy": 0.75}, weight=32)
-        {'loss': 0.5, 'accuracy': 0.75}
-        >>> bagua.destroy_process_group()
-    """
-    given = metrics if isinstance(metrics, Mapping) else {"": metrics}
-    own = {name: _number(name, value) for name, value in given.items()}
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ConfigurationError(
-            "a weight is a finite number", argument="weight", expected="0 or more", seen=repr(weight)
-        )
-    gathered = get_default_group().global_communicator.allgather_object([float(weight), own])
-    if len({tuple(values) for _, values in gathered}) > 1:
-        raise ConfigurationError(
-            "ranks have different metrics",
-            argument="metrics",
-            expected="the same names in the same order on all ranks",
-            seen="; ".join(f"rank {rank}: {', '.join(values) or 'none'}" for rank, (_, values) in enumerate(gathered)),
-        )
-    total = math.fsum(each for each, _ in gathered)
-    if not total:
-        raise ConfigurationError(
-            "all ranks have weight 0", argument="weight", expected="a positive weight on one rank", seen="0"
-        )
-    # A rank without samples may have no number at all: its 0 / 0 does not count.
-    means = {name: sum(each * values[name] for each, values in gathered if each) / total for name in own}
-    return means if isinstance(metrics, Mapping) else means[""]
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value.item())
-    if isinstance(value, int | float):
-        return float(value)
-    seen = type(value).__name__ + (f" of {value.numel()} elements" if isinstance(value, torch.Tensor) else "")
-    raise ConfigurationError(
-        "a metric is a number", argument=name or "metrics", expected="a float, or a tensor of one element", seen=seen
-    )
 
 
 class DistributedLoader(DataLoader[Any]):

@@ -24,7 +24,6 @@ HOMES = (
     "bagua.parallel",
     "bagua.parallel.decentralized",
     "bagua.utilities.training",
-    "bagua.cli.notebook",
 )
 
 

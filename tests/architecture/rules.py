@@ -50,7 +50,7 @@ LAYERS = {
 RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
 EXTRA_PACKAGES = {
     "bagua.compression": {"triton"},  # if PyTorch brought it along
-    "bagua.cli": {"cloudpickle", "matplotlib", "rich"},
+    "bagua.cli": {"matplotlib", "rich"},
 }
 
 # Packages that users enter by each of their modules.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -236,32 +235,13 @@ def test_edges_must_cover_all_ranks_once():
     refused(lambda: Round.from_edges(1, [Edge((0,), 0.5)]), "alone")
 
 
-def test_a_false_claim_is_found_when_a_topology_is_registered():
-    refused(lambda: topologies.register("leans", Made(one_way, symmetric=True)), "not symmetric")
-    refused(lambda: topologies.register("moves", Made(drawn_pairs, static=True)), "claims to be static")
-    refused(lambda: topologies.register("ring", Torus), "another topology")
-    refused(lambda: topologies.register("hierarchical_x", Torus), "cannot be used")
-    refused(lambda: create("leans"), "no topology of this name", "shift_one", "register")
+def test_a_false_claim_is_found():
+    refused(lambda: Made(one_way, symmetric=True).check(3), "not symmetric")
+    refused(lambda: Made(drawn_pairs, static=True).check(8), "claims to be static")
 
 
-@dataclass(frozen=True)
-class OnlyForTwo(Topology):
-    """A pair."""
-
-    static = True
-
-    def _round(self, size, step, nodes):
-        if size != 2:
-            raise ConfigurationError("a pair has two ranks", argument="size", expected=2, seen=size)
-        return Round.matching(2, [(0, 1)])
-
-
-@pytest.mark.parametrize("form", [OnlyForTwo, OnlyForTwo()], ids=["class", "instance"])
-def test_a_topology_may_refuse_sizes_and_still_be_registered(form):
-    name = f"only_for_two_{form is OnlyForTwo}"
-    topologies.register(name, form)
-    assert create(name.replace("_", "-")).round(2, 1)[0].sources == ((1, 0.5),)
-    refused(lambda: create(name).round(3, 1), "two ranks")
+def test_an_unknown_name_is_refused():
+    refused(lambda: create("leans"), "no topology of this name", "shift_one", "of your own")
 
 
 @pytest.mark.parametrize(

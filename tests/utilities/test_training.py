@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import bagua.comm
 from bagua.errors import ConfigurationError, NotInitializedError
-from bagua.utilities.training import average_metrics, distributed_loader, print_rank_0
+from bagua.utilities.training import distributed_loader, print_rank_0
 
 
 class _Stream(IterableDataset[int]):
@@ -85,54 +83,9 @@ def test_a_loader_that_cannot_be_dealt_is_refused(thread_ranks, words):
     assert all(words in text for text in thread_ranks(2, _refusal, words))
 
 
-def _averages() -> list[object]:
-    rank = bagua.comm.get_rank()
-    empty = math.nan if rank == 0 else float(rank)
-    return [
-        average_metrics(float(rank)),
-        average_metrics(torch.tensor([rank]), weight=rank + 1),
-        average_metrics({"loss": torch.tensor(float(rank)), "right": rank * 2}, weight=2.0),
-        average_metrics(empty, weight=rank),
-        math.isnan(average_metrics(empty)),
-    ]
-
-
-def test_metrics_are_averaged_by_weight(thread_ranks):
-    assert thread_ranks(3, _averages) == [[1.0, 8 / 6, {"loss": 1.0, "right": 2.0}, 5 / 3, True]] * 3
-
-
-def _wrong_metrics() -> list[str]:
-    rank = bagua.comm.get_rank()
-    texts = []
-    for metrics, weight in (
-        ({f"loss{rank}": 1.0}, 1.0),
-        (1.0, 0.0),
-        ({"loss": torch.ones(2)}, 1),
-        ("1", 1),
-        (1.0, -1),
-        (1.0, math.inf),
-    ):
-        with pytest.raises(ConfigurationError) as refused:
-            average_metrics(metrics, weight)
-        texts.append(str(refused.value))
-    return texts
-
-
-def test_metrics_that_have_no_mean_are_refused(thread_ranks):
-    for names, weightless, vector, text, negative, endless in thread_ranks(2, _wrong_metrics):
-        assert "rank 0: loss0; rank 1: loss1" in names
-        assert "all ranks have weight 0" in weightless
-        assert "argument loss" in vector
-        assert "2 elements" in vector
-        assert "argument metrics" in text
-        assert "-1" in negative
-        assert "inf" in endless
-
-
 def test_ranks_must_be_connected():
-    for call in (lambda: average_metrics(1.0), lambda: distributed_loader(DataLoader(torch.arange(4)))):
-        with pytest.raises(NotInitializedError):
-            call()
+    with pytest.raises(NotInitializedError):
+        distributed_loader(DataLoader(torch.arange(4)))
 
 
 def _printed(capsys: pytest.CaptureFixture[str]) -> None:
