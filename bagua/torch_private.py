@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 
-#: What the batch norms of all numbers of dimensions derive from.
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-
-
 #: Have autograd call a function at the end of the backward pass that the calling thread is in: DDP and FSDP of torch do
 #: it in this way, there is no hook for the end of a pass. Each step asks: without Python.
 when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback

@@ -212,10 +212,6 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
         "torch.compile leaves the methods of backend bagua alone",
         keep_from_compiling,
     ),
-    "torch.nn.modules.batchnorm._BatchNorm": (
-        "Lightning's batch norms are made synchronous",
-        lambda: (autograd.BatchNorm.forward, torch.nn.BatchNorm2d._check_input_dim),
-    ),
     "torch._C._will_engine_execute_node": ("averaging tells steps from other passes", foresee_gradients),
     "DistributedDataParallel._active_ddp_module": ("with_bagua inside of it is refused", find_active_ddp),
     "torch._foreach_*": ("optimizers and buckets", have_foreach_functions),

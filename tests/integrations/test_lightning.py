@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 from typing import Any
 
@@ -38,7 +36,7 @@ def _allreduces() -> int:
 
 @pytest.fixture(scope="module")
 def results():
-    jobs = (_through_both, _all_verbs, _average_in_the_background, _normalize, _refused, _inside_fabric)
+    jobs = (_through_both, _all_verbs, _average_in_the_background, _refused, _inside_fabric)
     return run_all(dict.fromkeys(jobs, ()))
 
 
@@ -160,50 +158,6 @@ def test_averages_in_the_background_rest_during_validation_and_end_with_training
     assert len(set(validated[0][1:])) > 1
     trained = [[value for where, _, value in seen if where == "training"] for seen, _ in (first, second)]
     assert trained[0] != trained[1], "between averages, ranks go their own ways"
-
-
-#: What each of two ranks trains on: rows, and how many of them are in a batch. Four batches for both.
-SHARES = [(slice(0, 8), 2), (slice(8, 24), 4)]
-
-
-def _normalize() -> tuple[Any, str, str]:
-    runs.as_lightning_starts_it()
-    kinds = []
-
-    class Normalized(runs.Regression):
-        def on_train_start(self) -> None:
-            kinds.append(type(pickle.loads(pickle.dumps(copy.deepcopy(self.net[1])))).__name__)
-
-    module = Normalized(plain_sgd, normalized=True)
-    data = runs.loader(*SHARES[bagua.comm.get_rank()])
-    weights = runs.fit("bagua", module, data=data, sync_batchnorm=True, use_distributed_sampler=False)
-    return weights, kinds[0], type(module.net[1]).__name__
-
-
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def _normalize_in_one_process() -> dict[str, torch.Tensor]:
-    module = runs.Regression(normalized=True)  # with the weights of rank 0
-    optimizer = plain_sgd(module.parameters())
-    for _ in range(2):
-        for parts in zip(*(runs.loader(*share) for share in SHARES), strict=True):
-            inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            sizes = [len(part[0]) for part in parts]
-            outputs = module.net(inputs).split(sizes)
-            losses = [nn.functional.mse_loss(*pair) for pair in zip(outputs, targets.split(sizes), strict=True)]
-            optimizer.zero_grad()
-            (sum(losses) / len(losses)).backward()
-            optimizer.step()
-    return {key: value.detach() for key, value in module.state_dict().items()}
-
-
-def test_synchronized_batch_normalization_is_that_of_the_joined_batches(results):
-    (weights, during, after), (others, *_) = results[_normalize]
-    assert (during, after) == ("SynchronizedBatchNorm", "BatchNorm1d")
-    assert_same_on_all_ranks([weights, others])
-    assert_close(weights, _normalize_in_one_process())
 
 
 def _of_two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
