@@ -1,4 +1,4 @@
-"""Train with torch's DistributedDataParallel, and send gradients as bytes.
+"""Train with torch's DistributedDataParallel, and send gradients of low rank.
 
 torchrun --nproc_per_node 2 examples/use_ddp.py --steps 100
 """
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
+from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -35,8 +35,8 @@ model = DistributedDataParallel(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 # These two lines are all that is new.
-state = CodecState("minmax_uint8", error_feedback=True)
-model.register_comm_hook(state, codec_hook)
+state = HookState("power_sgd")
+model.register_comm_hook(state, bagua_hook)
 
 own = options.checkpoint and options.checkpoint / f"rank{rank}.pt"
 if own is not None and own.exists():

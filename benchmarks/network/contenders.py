@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
 from bagua.algorithms import Algorithm, registry
-from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
+from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 from bagua.optim import DionOptimizer, OneBitLambOptimizer
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
@@ -116,7 +116,7 @@ def through_ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def through_ddp_8bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """DDP with our hook that sends one byte for each element."""
     wrapped = nn.parallel.DistributedDataParallel(model)
-    wrapped.register_comm_hook(CodecState("minmax_uint8"), codec_hook)
+    wrapped.register_comm_hook(HookState("bytegrad"), bagua_hook)
     return Prepared(wrapped, optimizer)
 
 

@@ -21,7 +21,7 @@ from bagua.algorithms import (
     SlowMoAlgorithm,
     SparseLoCoAlgorithm,
 )
-from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
+from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 from bagua.parallel import with_bagua
 from bagua.testing import ProcessRanks, RankPool
 from tests.algorithms.test_contract import SYNCHRONOUS, of_each
@@ -155,7 +155,7 @@ def test_averaging_in_the_background_ends_with_equal_weights(pool: RankPool) -> 
 def with_hook() -> State:
     rank, model = bagua.comm.get_rank(), mlp()
     wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(CodecState("minmax_uint8"), codec_hook)
+    wrapped.register_comm_hook(HookState("bytegrad"), bagua_hook)
     optimizer = sgd(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()

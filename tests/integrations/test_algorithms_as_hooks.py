@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua.comm
 from bagua.algorithms import Algorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
-from bagua.integrations.ddp_comm_hooks import AlgorithmState, codec_hook
+from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 from bagua.parallel import with_bagua
 from tests.harness import State, assert_close, assert_same_on_all_ranks, snapshot
 
@@ -42,12 +42,12 @@ def _train(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
         optimizer.step()
 
 
-def _hooked(state: AlgorithmState | None, steps: range, start: State | None = None, saved: object = None) -> nn.Module:
+def _hooked(state: HookState | None, steps: range, start: State | None = None, saved: object = None) -> nn.Module:
     model = _matrix()
     model.load_state_dict(start or model.state_dict())
     wrapped = DistributedDataParallel(model)
     if state is not None:
-        wrapped.register_comm_hook(state, codec_hook)
+        wrapped.register_comm_hook(state, bagua_hook)
         if saved is not None:
             state.load_state_dict(saved, wrapped)
     _train(wrapped, torch.optim.SGD(model.parameters(), lr=0.2), steps)
@@ -67,7 +67,7 @@ def _each_way() -> dict[str, list[State]]:
     found = {"plain": [snapshot(_hooked(None, range(STEPS)))]}
     for name, options in HOOKS.items():
         algorithm = Algorithm.init(name, hierarchical=False, **options)
-        states = [AlgorithmState(algorithm) for _ in range(3)]
+        states = [HookState(algorithm) for _ in range(3)]
         whole, half = _hooked(states[0], range(STEPS)), _hooked(states[1], range(HALF))
         saved = states[1].state_dict(half)
         resumed = _hooked(states[2], range(HALF, STEPS), half.state_dict(), saved)
@@ -93,11 +93,11 @@ def test_hooks_do_what_the_algorithms_do_in_all_their_phases(process_ranks):
 def test_what_does_more_than_to_sum_gradients_is_refused():
     for name in registry:
         if name in HOOKS:
-            assert repr(AlgorithmState(name)) == f"AlgorithmState({Algorithm.init(name)})"
+            assert repr(HookState(name)) == f"HookState({Algorithm.init(name)})"
         else:
             with pytest.raises(ConfigurationError, match="with_bagua"):
-                AlgorithmState(name)
+                HookState(name)
     with pytest.raises(ConfigurationError, match="with_bagua"):
-        AlgorithmState(Algorithm.init("local_sgd", inner="gradient_allreduce"))
+        HookState(Algorithm.init("local_sgd", inner="gradient_allreduce"))
     with pytest.raises(UnsupportedAlgorithmException, match="bytegrad"):
-        AlgorithmState("bytegard")
+        HookState("bytegard")

@@ -15,18 +15,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.comm
-from bagua.algorithms import Algorithm, TopKAlgorithm
-from bagua.compression import Codec, Identity, MinMaxUInt8
+from bagua.algorithms import Algorithm, Every, Exchange, Gradients, Mean, Replace, TopKAlgorithm
+from bagua.compression import Codec, Identity, MinMaxUInt8, TopK
 from bagua.compression import registry as codecs
 from bagua.errors import CollectiveMismatchError, CommunicationError, ConfigurationError, PeerLostError
-from bagua.integrations.ddp_comm_hooks import (
-    CodecState,
-    PowerSGDState,
-    ReducerState,
-    TopKState,
-    codec_hook,
-    register_fsdp_hook,
-)
+from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook, register_fsdp_hook
 from bagua.parallel import with_bagua
 from bagua.primitives import (
     AllGatherReducer,
@@ -53,15 +46,29 @@ pytestmark = pytest.mark.gloo
 
 #: So small that there are several buckets, all of which are under way at a time.
 SEVERAL, ONE = 0.0005, 25.0
+#: Rounds each 64 elements that follow each other in a bucket together.
+BLOCKS = ErrorFeedback(ScatterGatherReducer(MinMaxUInt8(block_numel=64)))
 
 
-def _ddp(state: ReducerState | None, megabytes: float, wrapper=None) -> DistributedDataParallel:
+#: As ``bytegrad`` between hosts.
+BYTES = ScatterGatherReducer(MinMaxUInt8())
+
+
+def low_rank(rank: int) -> SumReducer:
+    return ErrorFeedback(PowerSGDReducer(rank))
+
+
+def largest(ratio: float) -> SumReducer:
+    return ErrorFeedback(AllGatherReducer(TopK(ratio)))
+
+
+def _ddp(state: HookState | None, megabytes: float, wrapper=None) -> DistributedDataParallel:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=megabytes)
-    register_ddp_comm_hook(model, state, None if state is None else codec_hook, wrapper)
+    register_ddp_comm_hook(model, state, None if state is None else bagua_hook, wrapper)
     return model
 
 
-def _train(state: ReducerState | None = None, megabytes: float = SEVERAL, wrapper=None) -> State:
+def _train(state: HookState | None = None, megabytes: float = SEVERAL, wrapper=None) -> State:
     model = _ddp(state, megabytes, wrapper)
     train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(4))
     return snapshot(model.module)
@@ -86,14 +93,14 @@ def _every_kind() -> dict[str, State]:
     to_float16 = default_hooks.fp16_compress_wrapper
     return {
         "plain": _train(),
-        "identity": _train(ReducerState(exact)),
-        "warm-up": _train(TopKState(0.01, warmup_steps=4)),
-        "8 bits": _train(CodecState("minmax_uint8")),
-        "8 bits, feedback": _train(CodecState(MinMaxUInt8(block_numel=64), error_feedback=True)),
-        "8 bits of float16": _train(CodecState("minmax_uint8"), wrapper=to_float16),
-        "8 bits of bfloat16, feedback": _train(CodecState("minmax_uint8", error_feedback=True), wrapper=_to_bfloat16),
-        "low rank": _train(PowerSGDState(2)),
-        "largest": _train(TopKState(0.02), ONE),
+        "identity": _train(HookState(exact)),
+        "warm-up": _train(HookState(TopKAlgorithm(hierarchical=False, warmup_steps=4))),
+        "8 bits": _train(HookState(BYTES)),
+        "8 bits, feedback": _train(HookState(BLOCKS)),
+        "8 bits of float16": _train(HookState(BYTES), wrapper=to_float16),
+        "8 bits of bfloat16, feedback": _train(HookState(BLOCKS), wrapper=_to_bfloat16),
+        "low rank": _train(HookState(low_rank(2))),
+        "largest": _train(HookState(largest(0.02)), ONE),
         "largest, engine": _engine(TopKAlgorithm(ratio=0.02, hierarchical=False, warmup_steps=0, density_steps=0)),
     }
 
@@ -141,7 +148,8 @@ def _add_up(hierarchical: bool) -> tuple[State, dict[str, tuple[State, State]]]:
     """What exact steps make of one gradient; for each kind of hook what it makes of it, and what it still owes."""
     steps, found = 3, {}
     for kind, reducer in _every_reducer().items():
-        state = ReducerState(ErrorFeedback(reducer), hierarchical=hierarchical)
+        how = Mean(ErrorFeedback(reducer), hierarchical)
+        state = HookState(Algorithm.of(Exchange(Gradients(), Every(), how, Replace())))
         model = _ddp(state, SEVERAL)
         done = _gradients(model, steps)
         remembered = state.state_dict(model)
@@ -168,7 +176,7 @@ def test_nothing_is_lost_by_any_codec_also_when_ddp_forms_its_buckets_anew(proce
 def _overflow() -> list[bool]:
     """A gradient of one rank is not finite in the second of three steps."""
     rank, seen = bagua.comm.get_rank(), []
-    state = TopKState(0.2)
+    state = HookState(largest(0.2))
     model = _ddp(state, SEVERAL)
     for step in range(3):
         model.zero_grad()
@@ -184,8 +192,8 @@ def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks
 
 
 def _whole_and_resumed(
-    make: Callable[[], ReducerState], stop: int, end: int, megabytes: float
-) -> tuple[State, ReducerState, nn.Module, dict]:
+    make: Callable[[], HookState], stop: int, end: int, megabytes: float
+) -> tuple[State, HookState, nn.Module, dict]:
     """The weights after ``end`` steps; state and model that went on from step ``stop``, and what had been saved."""
     state, rank = make(), bagua.comm.get_rank()
     model = _ddp(state, megabytes)
@@ -208,7 +216,7 @@ def _whole_and_resumed(
 
 
 def _stop_and_go_on() -> tuple[State, State]:
-    whole, later, again, saved = _whole_and_resumed(lambda: TopKState(0.05), 2, 5, ONE)
+    whole, later, again, saved = _whole_and_resumed(lambda: HookState(largest(0.05)), 2, 5, ONE)
     assert later.step == 5
     _refuse_other_states(saved, again)
     return whole, snapshot(again.module)
@@ -216,13 +224,13 @@ def _stop_and_go_on() -> tuple[State, State]:
 
 def _refuse_other_states(saved: dict, model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match=r"another reducer.*0\.5"):
-        TopKState(0.5).load_state_dict(saved, model)
+        HookState(largest(0.5)).load_state_dict(saved, model)
     with pytest.raises(ConfigurationError, match=r"state of rank 7 of 2"):
-        TopKState(0.05).load_state_dict({**saved, "rank": 7}, model)
-    exact = ReducerState(AllGatherReducer(Identity()))
+        HookState(largest(0.05)).load_state_dict({**saved, "rank": 7}, model)
+    exact = HookState(AllGatherReducer(Identity()))
     exact.load_state_dict({**exact.state_dict(model), "rank": 7}, model)  # nothing in it is of one rank
     with pytest.raises(ConfigurationError, match=r"another model"):
-        TopKState(0.05).load_state_dict(saved, nn.Linear(1, 1))
+        HookState(largest(0.05)).load_state_dict(saved, nn.Linear(1, 1))
 
 
 def test_a_state_is_saved_and_goes_on(process_ranks):
@@ -233,11 +241,16 @@ def test_a_state_is_saved_and_goes_on(process_ranks):
 def _resume_in_other_buckets() -> list[tuple[State, State]]:
     """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
 
-    def blocks() -> ReducerState:
-        return CodecState(MinMaxUInt8(block_numel=64), error_feedback=True)
+    def blocks() -> HookState:
+        return HookState(BLOCKS)
 
     found = []
-    for make, stop in ((blocks, 1), (lambda: PowerSGDState(1), 1), (blocks, 2), (lambda: PowerSGDState(1), 3)):
+    for make, stop in (
+        (blocks, 1),
+        (lambda: HookState(low_rank(1)), 1),
+        (blocks, 2),
+        (lambda: HookState(low_rank(1)), 3),
+    ):
         whole, later, again, _ = _whole_and_resumed(make, stop, 6, SEVERAL)
         found.append((whole, snapshot(again.module)))
         later.close()
@@ -251,7 +264,7 @@ def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(proc
 
 
 def _load_on_one_rank() -> None:
-    state, rank = TopKState(0.2), bagua.comm.get_rank()
+    state, rank = HookState(largest(0.2)), bagua.comm.get_rank()
     model = _ddp(state, SEVERAL)
     optimizer = sgd(model.parameters())
     if rank == 0:
@@ -266,7 +279,7 @@ def test_a_state_that_one_rank_has_loaded_is_an_error_on_all(process_ranks):
 
 
 def _load_between_steps(ranks: tuple[int, ...]) -> str:
-    state, module = CodecState("minmax_uint8", error_feedback=True), nn.Linear(4, 4)
+    state, module = HookState(BLOCKS), nn.Linear(4, 4)
     for step in range(2):
         if step == 1 and bagua.comm.get_rank() in ranks:
             state.load_state_dict(state.state_dict(module), module)
@@ -280,12 +293,12 @@ def _load_between_steps(ranks: tuple[int, ...]) -> str:
 def test_a_state_may_be_loaded_between_steps_on_all_ranks_only(thread_ranks):
     assert thread_ranks(2, _load_between_steps, (0, 1)) == ["step 2", "step 2"]
     loaded, other = thread_ranks(2, _load_between_steps, (0,))
-    assert "changed on rank 0 (load_state_dict of CodecState), and not on rank 1" in loaded
+    assert "changed on rank 0 (load_state_dict of HookState), and not on rank 1" in loaded
     assert "lost rank 0: it waited for a change" in other
 
 
 def _lose_a_peer() -> str:
-    model = _ddp(CodecState("minmax_uint8"), SEVERAL)
+    model = _ddp(HookState(BYTES), SEVERAL)
     for step in range(2):  # In the second one DDP has formed its buckets for good.
         loss_of(model, bagua.comm.get_rank(), step).backward()
     die_last(bagua.comm.get_rank() == 1, 1)
@@ -307,18 +320,18 @@ def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         model = mlp()
         fully_shard(model[0], mesh=mesh["shards"])
         fully_shard(model, mesh=mesh["shards"])
-        state = ReducerState(reducer, mesh["replicas"].get_group())
+        state = HookState(reducer, mesh["replicas"].get_group())
         register_fsdp_hook(model, state)
         for step in range(2):
             model.zero_grad()
             loss_of(model, rank, step).backward()
         gradients.append(torch.cat([parameter.grad.to_local().view(-1) for parameter in model.parameters()]))
         assert state.step == 2
-        ReducerState(reducer).load_state_dict(state.state_dict(model), model)
+        HookState(reducer).load_state_dict(state.state_dict(model), model)
     plain = _ddp(None, ONE)
     loss_of(plain, rank, 1).backward()
     with pytest.raises(ConfigurationError, match=r"ranks \[\d\], which are in the mesh"):
-        register_fsdp_hook(fully_shard(mlp()), CodecState("minmax_uint8"))
+        register_fsdp_hook(fully_shard(mlp()), HookState(BYTES))
     with (
         mock.patch.object(FSDPModule, "set_all_reduce_hook", side_effect=ValueError("multiple param groups")),
         pytest.raises(ConfigurationError, match="several meshes"),
@@ -340,7 +353,7 @@ def _on_torch_alone() -> bool:
     store = dist.distributed_c10d._get_default_store()
     bagua.comm.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("alone", store), rank=rank, world_size=2)
-    state = CodecState("minmax_uint8")
+    state = HookState(BYTES)
     model = _ddp(state, SEVERAL)
     loss_of(model, rank, 0).backward()
     joined = bagua.comm.is_initialized() and state.group.size == 2
@@ -354,15 +367,9 @@ def test_a_script_that_knows_only_torch_needs_one_line():
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(ConfigurationError, match="SumReducer"):
-        ReducerState("minmax_uint8")
-    with pytest.raises(ConfigurationError, match="warmup_steps"):
-        TopKState(warmup_steps=-1)
-    with pytest.raises(TypeError, match="warm_up"):
-        TopKState(warm_up=1)
-    with pytest.raises(ConfigurationError, match="CodecState"):
-        codec_hook(None, None)
-    with pytest.raises(ConfigurationError, match="CodecState"):
-        register_fsdp_hook(nn.Linear(1, 1), MinMaxUInt8())
+    with pytest.raises(ConfigurationError, match="HookState"):
+        bagua_hook(None, None)
+    with pytest.raises(ConfigurationError, match="HookState"):
+        register_fsdp_hook(nn.Linear(1, 1), None)
     with pytest.raises(ConfigurationError, match="fully_shard"):
-        register_fsdp_hook(nn.Linear(1, 1), CodecState("sign"))
+        register_fsdp_hook(nn.Linear(1, 1), HookState("sign_sgd"))

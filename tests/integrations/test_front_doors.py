@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from bagua.algorithms import Algorithm, registry
 from bagua.comm import solo_group
 from bagua.errors import ConfigurationError
-from bagua.integrations.ddp_comm_hooks import AlgorithmState
+from bagua.integrations.ddp_comm_hooks import HookState
 from bagua.integrations.fsdp import exchange_shards
 from bagua.parallel import with_bagua
 from bagua.torch_api.distributed import ModelSwitchWrapper, bagua_init
@@ -73,7 +73,7 @@ def test_wrappers_take_all_and_name_the_optimizer(enter: Callable[..., Any]) -> 
 
 
 def test_hooks() -> None:
-    assert answers(registry, AlgorithmState) == {name: cells[1] for name, cells in table().items()}
+    assert answers(registry, HookState) == {name: cells[1] for name, cells in table().items()}
 
 
 def of_shards() -> dict[str, str]:

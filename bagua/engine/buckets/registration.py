@@ -295,7 +295,7 @@ def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:
                 expected="a module that one of the two trains",
                 seen=prefix or type(submodule).__name__,
                 advice="Wrap its .module in place of it; or register a communication hook, as "
-                "bagua.integrations.ddp_comm_hooks.codec_hook.",
+                "bagua.integrations.ddp_comm_hooks.bagua_hook.",
             )
 
 
