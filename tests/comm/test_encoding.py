@@ -65,10 +65,6 @@ def test_values_come_back_through_pickle(value):
     assert same(decode(encode(value, allow_pickle=True), allow_pickle=True), value)
 
 
-def test_a_dictionary_keeps_its_order():
-    assert list(decode(encode({"b": 1, "a": 2, 3: 3}))) == ["b", "a", 3]
-
-
 @pytest.mark.parametrize(
     "value",
     [object(), Point(1, 2), OrderedDict(a=1), range(3), torch.float32, torch.device("cpu"), {"deep": [{1: print}]}],
@@ -88,7 +84,9 @@ def test_subclasses_do_not_lose_their_type_silently():
         encode(Whole(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.complex128, torch.bool, torch.bfloat16, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_tensors_of_every_layout_come_back(dtype):
     base = torch.arange(24).view(2, 3, 4).to(dtype)
     views = [base, base.permute(2, 0, 1), base[..., :1], base[:1, :1, ::2], base[0, 0, 0], base[:0], base.conj()]
@@ -251,9 +249,3 @@ def tagged(levels):
     for _ in range(levels):
         value = ["list", value]
     return value
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_integers_come_back(dtype):
-    tensor = torch.tensor([0, 1, 40_000]).to(dtype)
-    assert torch.equal(decode(encode(tensor)), tensor)

@@ -153,6 +153,7 @@ def try_wrong_sizes() -> None:
     halves = torch.ones(3 * size, dtype=torch.float16, device=device)
     ones = [1] * size
     fractions: Any = [1.0] * size
+    flags: Any = [True] * size
     refused: list[Refused] = [
         (lambda c: c.allgather(whole[1:], share), InvalidTensorError, "output"),
         (lambda c: c.allgather(halves, share), InvalidTensorError, "output"),
@@ -169,6 +170,8 @@ def try_wrong_sizes() -> None:
         (lambda c: c.alltoall_v(whole, whole[:size], ones, ones), ConfigurationError, "output_counts"),
         (lambda c: c.alltoall_v(whole[:size], whole, ones, ones), ConfigurationError, "input_counts"),
         (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, fractions), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, flags), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, [*ones, 0]), ConfigurationError, "input_counts"),
         (lambda c: c.alltoall_v(halves[:size], whole[:size], ones, ones), InvalidTensorError, "output"),
         (lambda c: c.sendrecv(halves, whole, (c.rank - 1) % size, (c.rank + 1) % size), InvalidTensorError, "output"),
     ]

@@ -29,6 +29,7 @@ def reduce_everything() -> None:
         for dtype in dtypes:
             for kind in REDUCING:
                 perform(kind, comm, CallSetting(shape=(7,), dtype=dtype, op=op, root=comm.size - 1))
+    perform("allreduce", comm, CallSetting(op=ReduceOp(ReduceOp.MAX)))  # An object in place of the value.
 
 
 def carry_everything() -> None:
