@@ -53,26 +53,7 @@ def when_inside(kind: str, function: Callable[[], object]) -> Callable[[Step], N
     return fault
 
 
-def test_a_thread_sends_while_another_one_waits_in_a_collective() -> None:
-    inside = threading.Event()
-
-    def job(comm: Communicator) -> list[float]:
-        group, summed, message = torch_group(comm), torch.ones(2), torch.full((3,), 5.0 - 5 * comm.rank)
-        if comm.rank == 0:
-            thread = threading.Thread(target=group.allreduce, args=([summed], synchronous()))
-            thread.start()
-            assert inside.wait(60)
-            group.send([message], 1).wait()
-            thread.join(60)
-        else:
-            group.recv([message], 0).wait()
-            group.allreduce([summed], synchronous())
-        return [*summed.tolist(), *message.tolist()]
-
-    assert values(run(2, job, fault=when_inside("allreduce", inside.set))) == [[2, 2, 5, 5, 5]] * 2
-
-
-def test_a_thread_starts_a_collective_behind_the_one_that_another_waits_in() -> None:
+def test_a_thread_sends_and_starts_a_collective_behind_the_one_that_another_waits_in() -> None:
     inside = threading.Event()
 
     def job(comm: Communicator) -> list[float]:
@@ -165,26 +146,6 @@ def test_who_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     thread.join(60)
     assert answers == [False], "handlers run in the main thread"
-
-
-def test_a_turn_is_not_taken_twice_by_one_thread() -> None:
-    turn = turns.Turns()
-    assert turn.acquire()
-    assert not turn.acquire()
-    taken = threading.Event()
-
-    def other() -> None:
-        assert turn.acquire()
-        taken.set()
-        turn.release()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert not taken.is_set()
-    turn.release()
-    assert taken.wait(60)
-    thread.join(60)
-    assert turn.acquire()
 
 
 def test_each_thread_collects_its_own_calls() -> None:
