@@ -52,6 +52,18 @@ def in_a_call(victim: int, numel: int) -> PeerLostError:
     return calls_until_one_is_lost(comm, numel)
 
 
+def before_the_first_call(victim: int, call: str) -> PeerLostError:
+    """Gloo may connect two ranks at their first call, and knows no deadline there (gloo#520)."""
+    comm = bagua.comm.get_default_group().global_communicator
+    die_last(comm.rank == victim, SIZE - 1)
+    if call == "allreduce":
+        return calls_until_one_is_lost(comm)
+    with pytest.raises(PeerLostError) as caught:
+        comm.send(torch.ones(2), victim)
+        comm.recv(torch.ones(2), victim)
+    return caught.value
+
+
 def in_a_step(victim: int, algorithm: str) -> PeerLostError:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 8), algorithm=ALGORITHMS[algorithm])
@@ -124,6 +136,7 @@ class Moment(NamedTuple):
 MOMENTS = {
     "a small call": Moment(in_a_call, (3,)),
     "a large call": Moment(in_a_call, (300_000,)),
+    **{f"a first {call}": Moment(before_the_first_call, (call,), [3], [[4]]) for call in ("allreduce", "send")},
     "a group": Moment(in_a_group, victims=[3], hosts=[[4]], told=[1, 2]),
     "while one is busy": Moment(while_one_is_busy, victims=[2], hosts=[[4]]),
     "inside a host": Moment(inside_a_host, victims=[0], hosts=[[2, 2]], told=[2]),

@@ -43,20 +43,6 @@ def on_threads(function: Callable[[Any, int], Any]) -> list[Any]:
     return results
 
 
-def test_ranks_may_be_threads() -> None:
-    def calls(groups: list[Any], rank: int) -> list[float]:
-        group = groups[0]
-        group.allreduce(values := torch.full((3,), rank + 1.0)).wait()
-        future = group.allreduce(again := torch.ones(1), op=dist.ReduceOp.SUM).get_future()
-        total = future.then(lambda done: group.allreduce(done.value()[0]).get_future().wait()[0].item()).wait()
-        group.broadcast(sent := torch.tensor([rank]), root=2).wait()
-        group.barrier().wait()
-        group.shutdown()
-        return [*values.tolist(), again.item(), total, sent.item()]
-
-    assert on_threads(calls) == [[6.0, 6.0, 6.0, 9.0, 9.0, 2]] * SIZE
-
-
 def test_peers_learn_of_a_group_that_was_dropped() -> None:
     ready = threading.Barrier(SIZE, timeout=60)
 
