@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -20,7 +19,6 @@ from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from tests.comm.memory_ranks import membership
 
 BIG = 20_000_000
-DEADLINE_S = 1.5
 
 
 def kill_soon(number: int, delay_s: float = 0.2) -> None:
@@ -45,36 +43,6 @@ def store_host_killed(comm: Communicator) -> None:
     comm.barrier()
 
 
-def first_to_notice_is_gone(comm: Communicator, store: Store) -> None:
-    """The last rank dies; ranks 1 and 2 come when rank 0 has noticed, raised, and ended."""
-    if comm.rank == comm.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if comm.rank == 0:
-        store.set("first", str(os.getpid()))
-    else:
-        first = int(store.get("first"))
-        while is_running(first):
-            time.sleep(0.01)
-    comm.barrier()
-    comm.barrier()
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def stopped_host(comm: Communicator) -> None:
-    """Rank 0, which hosts the store, is stopped."""
-    if comm.rank == 0:
-        kill_soon(signal.SIGSTOP, 0.0)
-        time.sleep(60)
-    time.sleep(0.1)
-    comm.allreduce(torch.ones(3), timeout=DEADLINE_S)
-
-
 def interrupted(comm: Communicator, store: Store) -> None:
     """Ctrl-C on the last rank, which waits in a collective; the others come later."""
     if comm.rank == comm.size - 1:
@@ -84,14 +52,6 @@ def interrupted(comm: Communicator, store: Store) -> None:
         finally:
             store.set("interrupted", "")
     store.wait(["interrupted"])
-    comm.allreduce(torch.ones(3))
-
-
-def interrupted_in_a_message(comm: Communicator) -> None:
-    """Ctrl-C on the last rank, which waits for a message."""
-    if comm.rank == comm.size - 1:
-        kill_soon(signal.SIGINT)
-        comm.recv(torch.ones(3), 0)
     comm.allreduce(torch.ones(3))
 
 
@@ -119,15 +79,11 @@ def late_writes(comm: Communicator, store: Store) -> None:
     comm.allreduce(tensor)
 
 
-#: Rank 0 hosts the store itself.
-WITH_OWN_STORE = ("store_host_killed", "stopped_host", "first_to_notice_is_gone")
-
-
 def main(scenario: str) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = connect_store(int(os.environ["MASTER_PORT"]), 20.0)
-    if scenario in WITH_OWN_STORE:
+    if scenario == "store_host_killed":
         if rank == 0:
             hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("hosted", str(hosted.port))

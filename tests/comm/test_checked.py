@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,28 +17,8 @@ from tests.comm.memory_ranks import run_on_gloo, values
 pytestmark = pytest.mark.gloo
 
 
-class SpyTransport(C10dTransport):
-    """Notes which calls were started."""
-
-    def __init__(self, backend: str, member: Membership) -> None:
-        super().__init__(backend, member)
-        self.started: list[str] = []
-
-    def start(self, call: Any, *arguments: Any) -> Any:
-        self.started.append(call.kind)
-        return super().start(call, *arguments)
-
-
 def checked(member: Membership) -> Transport:
-    return CheckedTransport(SpyTransport("gloo", member), C10dTransport("gloo", member.part("check")))
-
-
-def started(comm: Communicator) -> list[str]:
-    """The data calls that this rank has started."""
-    transport = comm._transport
-    assert isinstance(transport, CheckedTransport)
-    assert isinstance(transport.data, SpyTransport)
-    return transport.data.started
+    return CheckedTransport(C10dTransport("gloo", member), C10dTransport("gloo", member.part("check")))
 
 
 # Programs that are right without checks are right with them.

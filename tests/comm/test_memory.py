@@ -23,7 +23,6 @@ from bagua.comm.transports.threads import RankKilled, ThreadsTransport
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    CommunicationError,
     CommunicatorClosedError,
     ConcurrentUseError,
     PeerLostError,
@@ -190,26 +189,15 @@ def test_autograd_notices_what_is_written(transport: type[MemoryTransport], nume
 # Receives from any rank: who is missed, and in which order messages are taken.
 
 
-def test_ranks_that_closed_in_peace_are_not_missed_until_none_is_left() -> None:
-    gone = threading.Event()
-
-    def part(comm: Communicator) -> object:
-        if comm.rank == 1:
+def test_a_receive_from_any_rank_ends_when_all_others_have_closed() -> None:
+    def part(comm: Communicator) -> None:
+        if comm.rank:
             comm.close()
-            gone.set()
-            return None
-        if comm.rank == 2:
-            gone.wait(10)
-            comm.send(torch.ones(1), 0)
-            comm.close()
-            return None
-        gone.wait(10)
-        first = comm.recv_any(torch.zeros(1))
+            return
         with pytest.raises(PeerLostError, match="it closed its communicator"):
             comm.recv_any(torch.zeros(1))
-        return first
 
-    assert values(run(3, part, close=False))[0] == 2
+    values(run(3, part, close=False))
 
 
 @pytest.mark.parametrize("step", ["offer", "settle"])
@@ -267,24 +255,6 @@ def test_messages_are_exchanged_while_one_from_any_rank_is_awaited() -> None:
         return [tensor.item() for tensor in tensors]
 
     assert values(run(2, part)) == [[5.0, 7.0]] * 2
-
-
-def test_a_broken_communicator_ends_the_wait() -> None:
-    waiting = threading.Event()
-
-    def part(comm: Communicator) -> object:
-        if comm.rank == 1:
-            waiting.wait(10)
-            comm.abort("because of this test")
-            return None
-        work = comm.recv_any(torch.zeros(1), async_op=True)
-        assert not isinstance(work, int)
-        waiting.set()
-        with pytest.raises(CommunicationError, match="because of this test"):
-            work.wait()
-        return None
-
-    values(run(2, part))
 
 
 def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import bagua.comm
-from bagua.comm import Communicator
-from bagua.errors import CommunicationError, InvalidRankError, TransportUnavailableError
+from bagua.comm import Communicator, Work
+from bagua.errors import CommunicationError, InvalidRankError, PeerLostError, TransportUnavailableError
 from tests.contract.exercises import CallSetting, communicator, home, perform
 from tests.contract.failures import caught, say, wait_until_said
 from tests.contract.reference import assert_same
@@ -99,6 +99,35 @@ def wait_for_nobody(deadline_s: float) -> tuple[BaseException, float] | None:
     assert isinstance(error, CommunicationError), f"{error!r}"
     assert not comm.usable
     return error, seconds
+
+
+def outlive_those_who_closed() -> None:
+    """Ranks that closed in peace are not missed while one is left that sends."""
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    tensor = torch.ones(1, device=home(comm))
+    if comm.rank < 2:
+        wait_until_said("closed", comm.size - 2)
+    if comm.rank == 0:
+        assert comm.recv_any(tensor) == 1
+    if comm.rank == 1:
+        comm.send(tensor, 0)
+    comm.close()
+    say("closed")
+
+
+def receive_from_a_broken_communicator() -> None:
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    if comm.rank == 1:
+        wait_until_said("receives", 1)
+        comm.abort("because of this test")
+    if comm.rank == 0:
+        work = comm.recv_any(torch.zeros(1, device=home(comm)), async_op=True)
+        assert isinstance(work, Work)
+        say("receives")
+        error = caught(work.wait).error
+        assert isinstance(error, PeerLostError), f"{error!r}"
+        assert error.peers == (1,), f"{error!r}"
+        assert "because of this test" in str(error), str(error)
 
 
 def be_refused() -> None:

@@ -352,6 +352,13 @@ class TransportContract:
         messages.receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
     )
 
+    test_ranks_that_closed_are_not_missed = _on_most_ranks(
+        messages.outlive_those_who_closed, "receives_from_any", "can_lose_ranks", "matches_in_order"
+    )
+    test_a_broken_communicator_ends_the_wait_for_any_rank = _on_most_ranks(
+        messages.receive_from_a_broken_communicator, "receives_from_any", "can_lose_ranks", "matches_in_order"
+    )
+
     def test_nobody_sends(self, pool: RankPool) -> None:
         self.need("receives_from_any", "can_lose_ranks")
         found = pool.run(messages.wait_for_nobody, self.deadline_s, size=self.size)
