@@ -137,20 +137,6 @@ def test_a_group_in_a_group_needs_nobody_from_outside(ranks):
     assert ranks(4, nest_groups) == [None, ((1, 3), 6.0), None, ((1, 3), 6.0)]
 
 
-def call_what_leaders_call():
-    """A call for leaders alone, made by all ranks, and then one of all ranks."""
-    leaders = bagua.comm.get_default_group().inter_node_communicator
-    among_leaders, among_all = torch.ones(2), torch.ones(1)
-    bagua.comm.allreduce(among_leaders, comm=leaders)
-    bagua.comm.allreduce(among_all)
-    return among_leaders.tolist(), among_all.item()
-
-
-def test_a_call_of_leaders_is_none_of_others(ranks):
-    inside, outside = ([2.0, 2.0], 4.0), ([1.0, 1.0], 4.0)
-    assert ranks(4, call_what_leaders_call, hosts=[2, 2]) == [inside, outside, inside, outside]
-
-
 def use_all_forms():
     """The same ranks named in each way, and each way in which a rank is none of them."""
     odd = bagua.comm.new_group([1, 3])

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
@@ -67,6 +66,10 @@ def start_alone():
     assert (bagua.comm.get_rank(), bagua.comm.get_world_size()) == (0, 1)
     bagua.comm.init_process_group()
     assert dist.is_initialized()
+    group = bagua.comm.get_default_group()
+    with pytest.raises(RepeatedInitializationError, match="destroy_process_group"):
+        bagua.comm.init_process_group()
+    assert bagua.comm.get_default_group() is group
     facts = (
         bagua.comm.get_rank(),
         bagua.comm.get_world_size(),
@@ -78,21 +81,8 @@ def start_alone():
     return facts, bagua.comm.get_node_rank(), result, dist.is_initialized(), bagua.comm.is_initialized()
 
 
-def test_without_a_launcher_a_process_is_a_world():
+def test_without_a_launcher_a_process_is_a_world_and_a_second_call_changes_nothing():
     assert PROCESSES.run(start_alone, size=1) == [((0, 1, 0, 1), 0, 1.0, False, False)]
-
-
-def start_twice():
-    bagua.comm.init_process_group()
-    group = bagua.comm.get_default_group()
-    with pytest.raises(RepeatedInitializationError, match="destroy_process_group"):
-        bagua.comm.init_process_group()
-    assert bagua.comm.get_default_group() is group
-    return total()
-
-
-def test_a_second_call_is_an_error_and_changes_nothing():
-    assert PROCESSES.run(start_twice, size=1) == [1.0]
 
 
 def test_before_initialization_calls_say_what_to_do():
@@ -103,23 +93,6 @@ def test_before_initialization_calls_say_what_to_do():
 
 
 # With a launcher.
-
-
-def start_as_launched(world_size, port, restarts):
-    os.environ.update(RANK=str(own_rank()), WORLD_SIZE=str(world_size), LOCAL_RANK=str(own_rank()))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    assert (bagua.comm.get_rank(), bagua.comm.get_world_size()) == (own_rank(), world_size)
-    results = []
-    for attempt in range(restarts + 1):
-        bagua.comm.init_process_group(backend="gloo", timeout=20)
-        results.append(total() + 10 * attempt)
-        bagua.comm.destroy_process_group()
-        assert not dist.is_initialized()
-    return results
-
-
-def test_the_launchers_variables_are_enough_and_a_world_can_start_anew():
-    assert PROCESSES.run(start_as_launched, 3, free_port(), 2, size=3) == [[6.0, 16.0, 26.0]] * 3
 
 
 def start_as_a_second_agent_of_the_host(port):
@@ -139,21 +112,6 @@ def test_initialization_does_not_change_what_the_launcher_said():
         ([0, 1, 0], [0, 1, 0], (0, 2, 0)),
         ([0, 1, 1], [0, 1, 1], (1, 2, 0)),
     ]
-
-
-def start_again_on_the_store(port):
-    store = connect_store(port, 10.0)
-    results = []
-    for _ in range(3):
-        bagua.comm.init_process_group(backend="gloo", store=store, rank=own_rank(), world_size=2, timeout=10)
-        results.append(total())
-        bagua.comm.destroy_process_group()
-    return results
-
-
-def test_a_store_can_be_used_again(port):
-    assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
-    assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
 
 
 def join_torch(port):
@@ -196,10 +154,8 @@ def test_a_world_size_without_a_launcher_shows_the_command():
 
 def start_without_the_host(port):
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    started = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=str(port)) as caught:
         bagua.comm.init_process_group(timeout=1.0)
-    assert time.monotonic() - started < 60
     return caught.value.peers
 
 
@@ -262,29 +218,16 @@ def test_an_endless_timeout_is_one_that_everything_can_wait_for(monkeypatch, by_
     bagua.comm.destroy_process_group()
 
 
-def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
-    stores = [thread_store(), thread_store()]
-
-    def ask():
-        started = time.monotonic()
-        with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
-            init_thread(stores[0], 4, timeout=4.0)
-        assert time.monotonic() - started < 60
-        assert not bagua.comm.is_initialized()
-        init_thread(stores[1], 2)
-        return caught.value.peers, total()
-
-    assert THREADS.run(ask, size=2) == [((2, 3), 3.0)] * 2
-
-
 def test_a_rank_that_tries_again_meets_those_who_try_for_the_first_time():
     """What it had said in its first attempt was taken for its presence, and ranks waited at different places."""
     store, gave_up = thread_store(), threading.Event()
 
     def ask():
         if own_rank() == 0:
-            with pytest.raises(CollectiveTimeoutError, match="did not come"):
+            with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
                 init_thread(store, 2, timeout=0.2)
+            assert caught.value.peers == (1,)
+            assert not bagua.comm.is_initialized()
             gave_up.set()
         assert gave_up.wait(60)
         init_thread(store, 2, timeout=60)
@@ -468,15 +411,6 @@ def test_an_explicit_timeout_beats_the_environment():
     assert PROCESSES.run(read_timeout, None, size=1) == [1800.0]
 
 
-def refuse_timeout():
-    with pytest.raises(ConfigurationError, match="BAGUA_TIMEOUT_S"):
-        bagua.comm.init_process_group()
-
-
-def test_a_timeout_that_is_none_is_an_error():
-    ProcessRanks(1, backend=None, environment={"BAGUA_TIMEOUT_S": "soon"}).run(refuse_timeout)
-
-
 @pytest.mark.parametrize(
     ("options", "hosts"), [({"local_world_size": 2}, [(0, 1), (2, 3)]), ({"_nodes": (0, 1, 0, 1)}, [(0, 2), (1, 3)])]
 )
@@ -511,10 +445,8 @@ FORGETFUL = """
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    "ending", ["work.wait()", "work.wait(); group = bagua.comm.new_group([0, 1])"], ids=["plain", "group"]
-)
-def test_processes_that_forget_to_destroy_end_well(ending):
+def test_processes_that_forget_to_destroy_end_well():
+    ending = "work.wait(); group = bagua.comm.new_group([0, 1])"
     script = textwrap.dedent(FORGETFUL.format(arguments="backend='gloo', timeout=20", ending=ending))
     with launched(2, "-c", script, port=free_port()) as ranks:
         assert ends(ranks) == [(0, "[4.0, 4.0, 4.0]\n")] * 2
