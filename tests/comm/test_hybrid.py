@@ -22,7 +22,7 @@ from bagua.comm.transports.shm import attach as shm_attach
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
-from tests.comm.memory_ranks import all_kinds, ramp
+from tests.comm.memory_ranks import all_kinds
 from tests.contract.transports import TransportContract
 
 pytestmark = pytest.mark.hybrid
@@ -55,7 +55,7 @@ def pool():
     return ProcessRanks(6, backend="hybrid")
 
 
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [1, 1], [3]], ids=str)
+@pytest.mark.parametrize("hosts", [[1, 3, 2], [2, 2]], ids=str)
 def test_layouts(pool, hosts: list[int]) -> None:
     pool.run(all_kinds, NUMELS, hosts=hosts)
 
@@ -72,23 +72,6 @@ def backends() -> tuple[str, str]:
 )
 def test_parts_that_need_no_hybrid(pool, hosts: list[int], expected: list[tuple[str, str]]) -> None:
     assert pool.run(backends, hosts=hosts)[: len(expected)] == expected
-
-
-def means_of_shared_memory(numel: int) -> list[float]:
-    """Average of tensors from ``empty``, and of a part of one that does not divide into slices."""
-    comm = bagua.comm.get_default_group().global_communicator
-    tensor = comm.empty(numel, dtype=torch.float64)
-    tensor.copy_(ramp(comm.rank, numel))
-    comm.allreduce(tensor, bagua.comm.ReduceOp.AVG)
-    mean = sum(range(comm.size)) / comm.size
-    assert torch.allclose(tensor, ramp(0, numel).double() + mean)
-    comm.allreduce(tensor[5:], bagua.comm.ReduceOp.MAX)
-    return tensor[:50].tolist()
-
-
-def test_all_hosts_have_the_same_bits(pool) -> None:
-    results = pool.run(means_of_shared_memory, 40_003, hosts=[1, 3, 2])
-    assert all(result == results[0] for result in results)
 
 
 def reduce_in_many_pieces() -> list[bytes]:

@@ -25,7 +25,6 @@ from bagua.comm.transports.shm import segments as shm_segments
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, CollectiveMismatchError
-from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm.memory_ranks import KINDS, LARGE, SMALL, agrees, all_kinds, ramp
 
@@ -85,16 +84,6 @@ def mix_memory() -> None:
             assert torch.equal(tensor, summed(comm, numel))
             output = torch.empty(comm.size * numel)
             comm.allgather(output, tensor + comm.rank if comm.rank == special else tensor)
-
-
-def send_from_shared_memory() -> None:
-    comm = communicator()
-    for numel in (1, LARGE, PIECES):
-        tensor = comm.empty(numel, dtype=torch.float64).fill_(comm.rank)
-        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        output = torch.empty(numel, dtype=torch.float64)
-        comm.sendrecv(output, tensor, before, after)
-        assert (output == before).all()
 
 
 def exchange_alike_from_changing_places(seed: int) -> None:
@@ -366,13 +355,6 @@ def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
 STEPS = 8
 
 
-@pytest.mark.parametrize(("size", "area_bytes"), [(2, "65599"), (4, "65536")])
-def test_small_areas(size: int, area_bytes: str) -> None:
-    """Data that passes in many pieces."""
-    pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": area_bytes})
-    pool.run(all_kinds, (0, 1, 100_000))
-
-
 @pytest.mark.parametrize("numel", [LARGE, PIECES])
 def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
     assert shm_pool.run(reduce_in_place, numel, size=3) == [False] * 3
@@ -381,10 +363,6 @@ def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: in
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
     shm_pool.run(mix_memory, size=size)
-
-
-def test_messages_from_shared_memory(shm_pool) -> None:
-    shm_pool.run(send_from_shared_memory, size=3)
 
 
 @pytest.mark.parametrize("seed", range(4))
