@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 
 from bagua.comm import Communicator, ReduceOp
@@ -216,15 +215,3 @@ def use_endless_timeouts() -> None:
         work = communicator().barrier(async_op=True)
         assert work is not None
         assert work.wait(timeout)
-
-
-def try_unknown_options() -> None:
-    for kind, good in good_calls().items():
-        with pytest.raises(TypeError):
-            getattr(communicator(), kind)(**good, group=None)
-    perform("allreduce", communicator(), CallSetting())
-
-
-def use_timedelta() -> None:
-    perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(minutes=1)}))
-    perform("allreduce", communicator(), CallSetting(options={"timeout": 60}))

@@ -43,15 +43,6 @@ def exercise_asynchronously() -> None:
         finish(start(kind, CallSetting(shape=(4,)).with_options(timeout=PATIENCE_S)))
 
 
-def wait_backwards() -> None:
-    """Seven started calls of all sizes; the last is waited for first."""
-    kinds = ("allreduce", "broadcast", "allreduce", "allgather", "reduce_scatter", "barrier", "allreduce")
-    exercises = [start(kind, CallSetting(shape=(10**i,), seed=i + 1)) for i, kind in enumerate(kinds[:6])]
-    exercises.append(start(kinds[6], CallSetting(seed=9)))
-    for exercise in reversed(exercises):
-        finish(exercise)
-
-
 def mix_with_synchronous() -> None:
     comm = communicator()
     tensor = torch.ones(100_000, device=home(comm))
@@ -86,14 +77,6 @@ def use_all_of_work() -> None:
     assert work.get_future().wait().tolist() == [total * comm.size] * 3
     work = comm.allgather_object({"rank": comm.rank}, async_op=True)
     assert work.get_future().wait() == [{"rank": rank} for rank in range(comm.size)]
-
-
-def return_values_of_calls() -> None:
-    comm = communicator()
-    for kind in EXERCISES:
-        exercise = EXERCISES[kind](comm, CallSetting())
-        assert all(work is None for work in exercise.works), f"{kind} returned {exercise.works}"
-        exercise.check()
 
 
 def forget_tensors() -> None:

@@ -178,16 +178,12 @@ class TransportContract:
     test_a_root_that_was_refused_calls_again = _on_most_ranks(arguments.refuse_the_root)
     test_timeouts_that_are_none = _on_every_size(arguments.try_wrong_timeouts)
     test_timeouts_without_end = _on_every_size(arguments.use_endless_timeouts)
-    test_unknown_options = _on_most_ranks(arguments.try_unknown_options)
-    test_a_timedelta_is_a_timeout = _on_most_ranks(arguments.use_timedelta)
 
     # What ``async_op=True`` gives.
 
     test_every_collective_can_be_waited_for = _on_every_size(asynchronous.exercise_asynchronously)
-    test_several_in_flight_waited_for_in_any_order = _on_every_size(asynchronous.wait_backwards)
     test_a_synchronous_call_comes_after_what_was_started = _on_every_size(asynchronous.mix_with_synchronous)
     test_everything_that_a_work_offers = _on_every_size(asynchronous.use_all_of_work)
-    test_synchronous_calls_return_nothing = _on_most_ranks(asynchronous.return_values_of_calls)
     test_a_work_keeps_its_tensors_alive = _on_every_size(asynchronous.forget_tensors)
     test_closing_lets_started_calls_end = _on_most_ranks(asynchronous.forget_works)
 
