@@ -94,27 +94,22 @@ def test_an_error_of_an_object_waits_for_those_who_ask() -> None:
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("length", [-1, 2**62])
-def test_a_length_that_cannot_be_is_an_error_that_names_the_sender(length: int) -> None:
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([torch.tensor([-1])], "rank 1 announces"),
+        ([torch.tensor([2**62])], "rank 1 announces"),
+        ([torch.tensor([3]), torch.ones(3, dtype=torch.uint8)], "bytes of rank 1 are no object"),
+    ],
+    ids=["negative length", "large length", "no object"],
+)
+def test_what_is_no_object_is_an_error_that_names_the_sender(messages: list[torch.Tensor], problem: str) -> None:
     def job(comm: Communicator) -> tuple[int, ...]:
         if comm.rank == 1:
-            comm.send(torch.tensor([length]), 0)
+            for message in messages:
+                comm.send(message, 0)
             return (1,)
-        with pytest.raises(CollectiveMismatchError, match="rank 1 announces") as caught:
-            comm.recv_object(1)
-        return caught.value.peers
-
-    assert on_threads(2, job) == [(1,), (1,)]
-
-
-@pytest.mark.threads
-def test_bytes_that_are_no_object_name_the_sender() -> None:
-    def job(comm: Communicator) -> tuple[int, ...]:
-        if comm.rank == 1:
-            comm.send(torch.tensor([3]), 0)
-            comm.send(torch.ones(3, dtype=torch.uint8), 0)
-            return (1,)
-        with pytest.raises(CollectiveMismatchError, match="bytes of rank 1 are no object") as caught:
+        with pytest.raises(CollectiveMismatchError, match=problem) as caught:
             comm.recv_object(1)
         return caught.value.peers
 
