@@ -9,7 +9,6 @@ from bagua.comm import Communicator, Membership, Place
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.recorder import Statistics
-from bagua.comm.records.statistics import merge
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.errors import (
@@ -136,24 +135,15 @@ def test_whatever_ends_a_call_half_way_breaks_the_communicator(comm, transport, 
         comm.barrier()
 
 
-def test_an_argument_that_only_the_transport_can_refuse_breaks_nothing(comm, transport):
-    transport.then = raising(ConfigurationError("not here", argument="tensor"))
-    with pytest.raises(ConfigurationError):
-        comm.allreduce(torch.ones(3))
-    transport.then = lambda call: DONE
-    comm.barrier()
-    assert comm.usable
-    assert transport.aborts == []
-
-
 @pytest.mark.parametrize("error", [ConfigurationError("not here", argument="tensor"), ConcurrentUseError("not now")])
-def test_a_call_that_was_not_started_has_no_number(comm, transport, error):
+def test_a_call_that_was_not_started_has_no_number_and_breaks_nothing(comm, transport, error):
     transport.then = raising(error)
     with pytest.raises(type(error)):
         comm.allreduce(torch.ones(3))
     transport.then = lambda call: DONE
     comm.allreduce(torch.ones(3))
     assert [call.sequence for call, *_ in transport.calls] == [1, 1]
+    assert transport.aborts == []
 
 
 def interrupt(comm, code, at):
@@ -218,14 +208,12 @@ def test_abort_is_told_to_the_transport_and_kept_as_the_reason(comm, transport):
     assert transport.aborts == [("it aborted the communicator: the user is tired", None)]
     with pytest.raises(CommunicatorClosedError, match="the user is tired"):
         comm.barrier()
-    assert "broken" in repr(comm)
 
 
 def test_closing_twice_closes_once(comm, transport):
     comm.close()
     comm.close()
     assert transport.closed == 1
-    assert "closed" in repr(comm)
     with pytest.raises(CommunicatorClosedError, match=r"it was closed .*before that, or on a new group"):
         comm.allreduce(torch.ones(1))
 
@@ -282,11 +270,3 @@ def test_bytes_that_a_rank_must_send(call, bytes_sent):
 def test_every_kind_is_counted_somewhere():
     (parameters,) = test_bytes_that_a_rank_must_send.pytestmark
     assert {call.kind for call, _ in parameters.args[1]} == {*COLLECTIVES, *POINT_TO_POINT}
-
-
-def test_merging_adds_up(comm):
-    comm.barrier()
-    comm.allreduce(torch.ones(2))
-    twice = merge([comm.stats(), comm.stats()])
-    assert twice["barrier"].calls == 2
-    assert twice["allreduce"].bytes == 16

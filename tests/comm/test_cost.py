@@ -57,20 +57,3 @@ def test_a_small_allreduce_takes_few_functions(communicator: Communicator) -> No
     assert tensor.tolist() == [24.0]
     seen = functions_of(lambda: communicator.allreduce(tensor, ReduceOp.AVG))
     assert len(seen) <= 43, seen  # seven of them keep the record of calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bool, torch.int16])
-@pytest.mark.parametrize("numel", [0, 1, 30000])
-def test_what_a_peer_copied_is_read(communicator: Communicator, dtype: torch.dtype, numel: int) -> None:
-    tensor = torch.full((numel,), 3, dtype=dtype).reshape(1, numel)
-    for _ in range(3):
-        communicator.allreduce(tensor)
-    expected = torch.full((1, numel), bool(numel) if dtype is torch.bool else 24, dtype=dtype)
-    assert torch.equal(tensor, expected)
-
-
-def test_autograd_sees_that_a_tensor_was_written_once(communicator: Communicator) -> None:
-    tensor = torch.ones(2)
-    before = tensor._version
-    communicator.allreduce(tensor)
-    assert tensor._version == before + 1

@@ -102,14 +102,12 @@ def test_a_collective_meets_a_message(kind: str) -> None:
         else:
             comm.allreduce(torch.zeros(2))
 
-    started = time.monotonic()
     outcomes = run(3, job, timeout_s=90.0)
     assert [type(outcome) for outcome in outcomes] == [CollectiveMismatchError] * 3
     assert f"#1 {kind}" in str(outcomes[1])
     assert "#1 allreduce" in str(outcomes[0])
     assert "on rank 0" in outcomes[2].seen
     assert "on rank 1" in outcomes[2].seen
-    assert time.monotonic() - started < 60
 
 
 def test_the_notice_names_both_sides_of_uneven_counts() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports import threads
-from bagua.comm.transports.threads import RankKilled, Step, ThreadsTransport, inject_fault
+from bagua.comm.transports.threads import Step, ThreadsTransport
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
 from tests.comm.memory_ranks import membership, run, values
 
@@ -170,23 +170,3 @@ def test_close_ends_a_call_that_nobody_joins() -> None:
     outcome = run(2, waiting)[0]
     assert isinstance(outcome, CommunicatorClosedError)
     assert threading.active_count() <= before + 2  # Those of the asynchronous calls may take a moment.
-
-
-def test_the_fault_hook_is_told_who_does_what_where() -> None:
-    steps: list[Step] = []
-    values(run(2, lambda comm: comm.allreduce(torch.zeros(3)), fault=steps.append))
-    for rank in range(2):
-        own = [step for step in steps if step.rank == rank]
-        assert [step.name for step in own] == ["publish", "arrive", "pass"]
-        assert [step.number for step in own] == [1, 2, 3]
-        assert own[0].call.kind == "allreduce"
-        assert own[0].label == "world"
-
-
-def test_the_fault_hook_ends_with_its_context() -> None:
-    def hook(step: Step) -> None:
-        raise RankKilled
-
-    with inject_fault(hook):
-        pass
-    assert values(run(2, lambda comm: comm.barrier())) == [None, None]
