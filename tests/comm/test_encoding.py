@@ -97,6 +97,10 @@ def test_tensors_of_every_layout_come_back(dtype):
         assert back.is_contiguous()
 
 
+def test_tensors_come_back_without_their_history():
+    assert not decode(encode(torch.ones(2).requires_grad_() * 2)).requires_grad
+
+
 def test_a_sparse_tensor_is_refused():
     with pytest.raises(InvalidTensorError, match="dense"):
         encode([torch.eye(2).to_sparse()])

@@ -326,7 +326,6 @@ class TransportContract:
     # Objects from rank to rank, and what a communicator remembers of its calls.
 
     test_objects_arrive = _on_every_size(records.send_objects)
-    test_tensors_in_objects_arrive = _on_every_size(records.send_tensors_in_objects)
     test_objects_without_a_safe_encoding_are_refused_everywhere = _on_every_size(records.send_unsafe_objects)
     test_pickle_is_used_when_all_ask_for_it = _on_every_size(records.send_pickled_objects)
     test_pickle_is_refused_by_a_rank_that_did_not_ask = _on_most_ranks(records.refuse_pickle, "can_lose_ranks")
