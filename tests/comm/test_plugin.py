@@ -31,28 +31,25 @@ def ended(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, check=False)
 
 
-def test_what_is_registered_costs_little_and_imports_the_rest_later() -> None:
+def test_what_is_registered_costs_little_imports_the_rest_later_and_refuses_a_string_of_backends() -> None:
     program = f"""
 import torch.distributed as dist, sys
 from bagua.plugin import register
 register()
 assert dist.is_backend_available("bagua")
 assert "bagua.comm" not in sys.modules
+try:
+    dist.init_process_group("cpu:bagua,meta:gloo", store=dist.HashStore(), rank=0, world_size=1)
+except ValueError as error:
+    assert "would silently not build meta:gloo beside bagua" in str(error), error
+else:
+    raise AssertionError("a string of backends was taken")
 {ALONE}
 assert "bagua.comm" in sys.modules
 import bagua.torch_api
 """
     result = ended("-c", program)
     assert result.returncode == 0, result.stderr
-
-
-def test_a_string_of_backends_is_refused_there_too() -> None:
-    program = f"""
-from bagua.plugin import register
-register()
-{ALONE.replace('"bagua",', '"cpu:bagua,meta:gloo",')}
-"""
-    assert "would silently not build meta:gloo beside bagua" in ended("-c", program).stderr
 
 
 def test_what_is_wrong_is_said_when_a_group_is_asked_for() -> None:

@@ -184,25 +184,6 @@ def test_a_timeout_of_zero_means_the_deadline_of_the_call() -> None:
     assert seen == [None, 2.0]
 
 
-def test_joined_works_finish_once_when_all_are_complete() -> None:
-    finished: list[int] = []
-    callbacks: list[Any] = []
-
-    def notify(callback: Any) -> bool:
-        callbacks.append(callback)
-        return True
-
-    parts = [Work(lambda _: None, lambda: True, notify) for _ in range(2)]
-    work = TorchWork(joined(parts, lambda: finished.append(1)), [kept := torch.ones(1)], CallbackThread("test"))
-    future = work.get_future()
-    callbacks[0]()
-    assert not future.done()
-    callbacks[1]()
-    assert future.wait()[0] is kept
-    work.wait()
-    assert finished == [1]
-
-
 def test_gathered_pieces_reach_tensors_of_inference_mode() -> None:
     group = group_alone()
     with torch.inference_mode():
@@ -387,13 +368,16 @@ def test_a_forked_child_is_told_that_the_call_is_its_parents(thread: CallbackThr
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_joined_works_tell_only_if_all_can() -> None:
+def test_joined_works_tell_and_finish_once_when_all_are_complete_if_all_can(thread: CallbackThread) -> None:
     calls = [Call(), Call(tells=False)]
     assert not joined([call.work for call in calls], None).notify(lambda: None)
-    told: list[int] = []
+    finished: list[int] = []
     calls = [Call(), Call()]
-    assert joined([call.work for call in calls], None).notify(lambda: told.append(1))
+    work = TorchWork(joined([call.work for call in calls], lambda: finished.append(1)), [kept := torch.ones(1)], thread)
+    future = work.get_future()
     calls[0].end()
-    assert told == []
+    assert not future.done()
     calls[1].end()
-    assert told == [1]
+    assert future.wait()[0] is kept
+    work.wait()
+    assert finished == [1]

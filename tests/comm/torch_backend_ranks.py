@@ -239,7 +239,6 @@ def as_launched(port: int, size: int = 2) -> None:
     assert_mean_of_gradients(size, {}, fp16_compress_hook)
     assert_mean_of_gradients(size, {}, own_hook)
     uneven_inputs(size)
-    sparse_gradients(size)
     dist.destroy_process_group()
     # The same store again, which holds what the first groups have written.
     dist.init_process_group("bagua")
@@ -320,16 +319,6 @@ def uneven_inputs(size: int) -> None:
         torch.testing.assert_close(wrapped.module.weight.detach(), begun - moved)
 
 
-def sparse_gradients(size: int) -> None:
-    model = nn.Embedding(10, 3, sparse=True)
-    wrapped = DistributedDataParallel(model)
-    wrapped(torch.tensor([dist.get_rank(), 5])).sum().backward()
-    expected = torch.zeros(10, 3)
-    expected[:size] += 1 / size
-    expected[5] += 1.0
-    torch.testing.assert_close(model.weight.grad.to_dense(), expected)
-
-
 # Callbacks of futures.
 
 
@@ -344,11 +333,9 @@ def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
         for make_state, hook in (
             (lambda: None, default_hooks.fp16_compress_hook),
             (compressing, powerSGD_hook.powerSGD_hook),
-            (compressing, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
             (averaging, post_localSGD_hook.post_localSGD_hook),
         ):
             train_with_hook(make_state(), hook)
-        zero_in_the_backward_pass()
 
 
 def nested_callbacks(size: int) -> None:
@@ -406,23 +393,6 @@ def train_with_hook(state: Any, hook: Any) -> None:
     of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, weights)
     assert all(torch.equal(weights, other) for other in of_all)
-
-
-def zero_in_the_backward_pass() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what it deprecates
-        from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
-    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
-    if TORCH < (2, 13):
-        raised(RuntimeError, hook_with_zero_step, default_hooks.allreduce_hook, wrapped, optimizer)  # Without NCCL.
-        return
-    wrapped.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, wrapped, optimizer))
-    before = wrapped.module[0].weight.detach().clone()
-    for _ in range(4):  # The first two only show the buckets.
-        wrapped(torch.randn(3, 6)).square().mean().backward()
-    assert not torch.equal(before, wrapped.module[0].weight)
 
 
 # Several groups.
