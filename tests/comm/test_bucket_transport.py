@@ -19,10 +19,9 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from tests.contract.exercises import EXERCISES, CallSetting, perform
-from tests.contract.reference import values
 from tests.contract.results import REDUCING
 from tests.harness import in_threads
-from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.buckets import names, needs_obstore, opened
 
 pytestmark = needs_obstore
 
@@ -70,37 +69,6 @@ def test_all_collectives_give_the_bits_of_threads(tmp_path, monkeypatch, size, s
     for ours, theirs in zip(found, on_seats(size, lambda: store, "threads", everything), strict=True):
         assert not isinstance(ours, Exception), ours
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.gloo
-def test_two_members_have_the_bits_of_gloo(tmp_path):
-    def exchange(group):
-        own = values((5000,), torch.float32, group.rank)
-        group.global_communicator.allreduce(own, ReduceOp.AVG)
-        return own
-
-    store = thread_store()
-    ours = on_seats(2, in_folder(tmp_path), "bucket", exchange)
-    theirs = on_seats(2, lambda: store, "gloo", exchange)
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-@needs_moto
-def test_s3_gives_the_same(monkeypatch):
-    monkeypatch.setattr(transport_module, "_SMALL_BYTES", 0)
-
-    def exchange(group):
-        own = values((100_000,), torch.float32, group.rank)
-        group.global_communicator.allreduce(own)
-        return own
-
-    with s3_server() as endpoint:
-        objects = new_s3(endpoint)
-        found = on_seats(4, lambda: opened("s3://bucket/run", objects), "bucket", exchange)
-    expected = values((100_000,), torch.float32, 0)
-    for rank in range(1, 4):
-        expected = expected + values((100_000,), torch.float32, rank)
-    assert all(torch.equal(one, expected) for one in found)
 
 
 def test_who_calls_something_else_is_named(tmp_path):

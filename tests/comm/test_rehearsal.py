@@ -32,22 +32,16 @@ def everything(comm: Communicator) -> list[torch.Tensor]:
     return [gathered, share, swapped]
 
 
-def test_peers_hold_what_this_rank_holds() -> None:
-    group = rehearsal_group([2, 2])
+def test_peers_hold_what_this_rank_holds_and_the_record_says_what_was_called() -> None:
+    group, calls = rehearsal_group([2, 2]), Calls()
+    group.recorder.trace = calls
     gathered, share, swapped = everything(group.global_communicator)
     assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0] * 4
     assert share.tolist() == [0.0, 4.0, 8.0, 12.0]
     assert swapped.tolist() == [0.0, 1.0, 2.0, 3.0] * 4
-    assert group.global_communicator.allgather_object("here") == ["here"] * 4
-    group.close()
-
-
-def test_the_record_says_what_was_called() -> None:
-    group, calls = rehearsal_group([1, 1, 1, 1]), Calls()
-    group.recorder.trace = calls
-    everything(group.global_communicator)
     expected = ["allgather", "reduce_scatter", "alltoall", "allreduce", "broadcast", "send", "recv", "barrier"]
     assert calls.kinds == expected
+    assert group.global_communicator.allgather_object("here") == ["here"] * 4
     group.close()
 
 
