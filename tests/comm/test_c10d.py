@@ -312,22 +312,6 @@ def test_a_failed_wait_for_a_message_ends_it_everywhere() -> None:
     assert "lost rank 0: it gave up" in str(error)
 
 
-def test_works_that_outlive_their_communicator_raise() -> None:
-    def job(comm: Communicator) -> None:
-        tensor = torch.ones(2)
-        if comm.rank == 1:
-            return
-        work = comm.allreduce(tensor, async_op=True)
-        comm.close()
-        comm.close()
-        with pytest.raises(CommunicatorClosedError):
-            work.wait()
-        with pytest.raises(CommunicatorClosedError):
-            comm.barrier()
-
-    values(run_on_gloo(2, job))
-
-
 def test_closing_frees_the_backend_without_the_garbage_collector() -> None:
     """What is still alive when the interpreter ends aborts the process."""
 

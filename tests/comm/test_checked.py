@@ -11,7 +11,6 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.checked import CheckedTransport
 from bagua.comm.transports.contract import Membership, Transport
-from bagua.errors import CommunicatorClosedError
 from tests.comm.memory_ranks import run_on_gloo, values
 
 pytestmark = pytest.mark.gloo
@@ -129,15 +128,3 @@ def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
     values(run_on_gloo(2, program, transport=checked))
-
-
-def test_closing_ends_calls_that_have_not_started() -> None:
-    def job(comm: Communicator) -> None:
-        if comm.rank == 0:
-            works = [comm.allreduce(torch.ones(2), async_op=True), comm.recv(torch.ones(2), 1, async_op=True)]
-            comm.close()
-            for work in works:
-                with pytest.raises(CommunicatorClosedError):
-                    work.wait(5)
-
-    values(run_on_gloo(2, job, transport=checked))

@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 import bagua.comm
 from bagua.comm import Work
+from bagua.errors import CommunicatorClosedError
 from tests.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
 from tests.contract.results import LARGE
 from tests.harness import until
@@ -136,6 +138,22 @@ def resources() -> Counter[str]:
             name = (path / "comm").read_text().strip() if path.parent.name == "task" else os.readlink(path)
             found[f"{path.parent.name} {name.partition(':[')[0]}"] += 1
     return found
+
+
+def close_before_calls_end() -> None:
+    """What others never come to ends with the communicator of the rank that waits."""
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    if comm.rank == 0:
+        tensor = torch.ones(2, device=home(comm))
+        works = [comm.allreduce(tensor, async_op=True), comm.recv(tensor.clone(), 1, async_op=True)]
+        comm.close()
+        for work in works:
+            assert work is not None
+            with pytest.raises(CommunicatorClosedError):
+                work.wait(PATIENCE_S)
+            assert isinstance(work.exception(), CommunicatorClosedError)
+    communicator().barrier()
+    comm.close()
 
 
 def cross_two_communicators() -> None:

@@ -186,6 +186,9 @@ class TransportContract:
     test_everything_that_a_work_offers = _on_every_size(asynchronous.use_all_of_work)
     test_a_work_keeps_its_tensors_alive = _on_every_size(asynchronous.forget_tensors)
     test_closing_lets_started_calls_end = _on_most_ranks(asynchronous.forget_works)
+    test_closing_ends_calls_that_others_never_make = _on_most_ranks(
+        asynchronous.close_before_calls_end, "can_lose_ranks", "blocks_host"
+    )
 
     def test_closing_gives_everything_back(self, pool: RankPool) -> None:
         if not Path("/proc/self/fd").exists():
