@@ -15,7 +15,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import exchange as memory_exchange
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
-from bagua.comm.transports.memory.line import Deadline, Notice, Step, rows
+from bagua.comm.transports.memory.line import Deadline, Notice, Step
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.comm.transports.shm import peers as shm_peers
 from bagua.comm.transports.shm.transport import ShmTransport
@@ -80,13 +80,6 @@ def test_results_do_not_depend_on_who_is_late(
         return all(agrees(comm, *call) for call in calls)
 
     assert all(values(run(size, job, fault=delay, transport=transport)))
-
-
-def test_rows_of_each_kind() -> None:
-    uneven = Call("alltoall_v", 1, torch.uint8, 0, send_counts=(3, 0, 2), recv_counts=(1, 1, 1))
-    assert rows(uneven, 3) == [(0, 3), (3, 0), (3, 2)]
-    assert rows(Call("scatter", 1, torch.uint8, 4), 2) == [(0, 4), (4, 4)]
-    assert rows(Call("broadcast", 1, torch.uint8, 4), 2) == [(0, 4)]
 
 
 # Disagreement.

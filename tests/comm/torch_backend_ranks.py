@@ -328,7 +328,6 @@ def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
     with joined(port, size, nodes):
         assert dist.group.WORLD.members.backend == transport
         nested_callbacks(size)
-        callbacks_in_a_chain(size)
         callbacks_beside_calls(size)
         for make_state, hook in (
             (lambda: None, default_hooks.fp16_compress_hook),
@@ -346,13 +345,6 @@ def nested_callbacks(size: int) -> None:
         return future.then(lambda done: nest(depth - 1) + done.value()[0].item()).wait()
 
     assert nest(10) == 10 * size
-
-
-def callbacks_in_a_chain(size: int) -> None:
-    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-    for _ in range(10):
-        future = future.then(lambda done: dist.all_reduce(done.value()[0], async_op=True).get_future().wait())
-    assert future.wait()[0].item() == size**11
 
 
 def callbacks_beside_calls(size: int) -> None:
