@@ -178,14 +178,6 @@ def forked_python(
     return str(path)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded, such as the table of what property tests have drawn."""
-    for report in terminalreporter.getreports("passed"):
-        for title, text in report.user_properties if report.when == "call" else ():
-            terminalreporter.section(title)
-            terminalreporter.write_line(text)
-
-
 def _runner(pool: RankPool):
     def run(size, function, *arguments, **options):
         return pool.run(function, *arguments, size=size, **options)

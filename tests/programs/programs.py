@@ -329,14 +329,5 @@ def drawn_pairs(programs: Sequence[Program]) -> dict[tuple[str, str], int]:
     return counts
 
 
-def table_of_pairs(programs: Sequence[Program]) -> str:
-    """The same as a table; a dot where a pair has no meaning."""
-    counts = drawn_pairs(programs)
-    ops, dtypes = dict.fromkeys(op for op, _ in counts), dict.fromkeys(dtype for _, dtype in counts)
-    lines = [f"{'':12}" + "".join(f"{op:>8}" for op in ops)]
-    lines += [f"{dtype:12}" + "".join(f"{counts.get((op, dtype), '.'):>8}" for op in ops) for dtype in dtypes]
-    return "\n".join(lines)
-
-
 def _name(thing: Any) -> str:
     return str(thing).rpartition(".")[2]

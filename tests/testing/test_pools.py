@@ -121,7 +121,7 @@ def test_outcomes_say_how_each_rank_ended(pool):
 
 
 def test_a_silent_rank_delays_nobody_and_is_gone_afterwards(pool):
-    outcomes = pool.outcomes(rank_one_falls_silent, size=2)
+    outcomes = pool.outcomes(rank_one_falls_silent, size=2, deadline_s=3600)  # More than a test may take.
     assert isinstance(outcomes[1].error, RankHangsError)
     assert outcomes[0].error is None
     assert is_running(outcomes[0].value) == (outcomes[0].value == os.getpid())
@@ -172,10 +172,6 @@ def test_a_local_function_cannot_go_to_processes():
         POOLS["processes"]().run(lambda: None, size=1)
 
 
-def read_variable(name):
-    return os.environ.get(name)
-
-
 def has_module(name):
     return name in sys.modules
 
@@ -185,22 +181,6 @@ def test_processes_import_the_given_modules_first():
     assert ProcessRanks(1, backend=None, modules=["tabnanny"]).run(has_module, "colorsys") == [True]
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         ProcessRanks(1, backend=None, modules=["no_such_module"]).run(has_module, "tabnanny")
-
-
-def read_group_timeout():
-    return bagua.comm.get_default_group().timeout_s
-
-
-def test_the_timeout_of_collectives_is_the_runs_else_the_pools():
-    pool = ThreadRanks(2, timeout_s=33.0)
-    assert pool.run(read_group_timeout) == [33.0, 33.0]
-    assert pool.run(read_group_timeout, timeout_s=4) == [4.0, 4.0]
-
-
-def test_processes_find_the_given_environment():
-    pool = ProcessRanks(2, backend=None, environment={"BAGUA_POOL_TEST": "here"})
-    assert pool.run(read_variable, "BAGUA_POOL_TEST") == ["here", "here"]
-    assert os.environ.get("BAGUA_POOL_TEST") is None
 
 
 def reduce_once():
