@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagua.compression import Codec, Metadata
+
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Losses = Callable[[nn.Module, int, int], torch.Tensor]
 State = dict[str, torch.Tensor]
@@ -131,6 +133,13 @@ def reference(
         mean_gradients(model, size, losses_of_step)
         optimizer.step()
     return snapshot(model)
+
+
+def coded(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    """What comes out at the other end: of a tensor, or of each row by itself."""
+    if tensor.dim() > 1:
+        return torch.stack([coded(codec, row) for row in tensor])
+    return codec.decompress(codec.compress(tensor), Metadata.of(tensor))
 
 
 def live_tensors() -> list[torch.Tensor]:

@@ -14,8 +14,18 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.compression import Metadata, MinMaxUInt8
-from tests.harness import Losses, OptimizerMaker, State, assert_close, assert_same_on_all_ranks, batch, mlp, snapshot
+from bagua.compression import Codec, MinMaxUInt8
+from tests.harness import (
+    Losses,
+    OptimizerMaker,
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    coded,
+    mlp,
+    snapshot,
+)
 from tests.parallel.wrapping import Loop
 
 Flats = list[torch.Tensor]
@@ -171,22 +181,6 @@ def write(model: torch.nn.Module, flat: torch.Tensor, places: Sequence[tuple[str
         parameter.copy_(flat[offset : offset + parameter.numel()].view(parameter.shape))
 
 
-def largest_of_blocks(flat: torch.Tensor, block: int, kept: int, bits: int | None = None) -> torch.Tensor:
-    """The largest elements of each block, with their values or in two bits; zero elsewhere."""
-    result = []
-    for part in flat.split(block):
-        count = -(-kept * len(part) // block)
-        chosen = part.abs().sort(descending=True).indices[:count]
-        values = part[chosen]
-        if bits == 2:
-            high = values.abs() > values.abs().mean()
-            for some in (high, ~high):
-                if some.any():
-                    values[some] = values[some].sign() * values[some].abs().mean()
-        result.append(torch.zeros_like(part).index_copy(0, chosen, values))
-    return torch.cat(result)
-
-
 def assert_only(state: State, right: State, mutants: Mapping[str, State]) -> None:
     """It is what is right, and none of what must not pass for it."""
     assert_close(state, right)
@@ -202,25 +196,11 @@ def differs(state: State, other: State) -> bool:
     return False
 
 
-def one_bit_of_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Signs with the mean magnitude of their block, of each row by itself; the last block may be shorter."""
-    short = -rows.shape[1] % block
-    blocks = torch.nn.functional.pad(rows, (0, short)).view(len(rows), -1, block)
-    counts = torch.nn.functional.pad(torch.ones_like(rows), (0, short)).view(blocks.shape).sum(dim=2, keepdim=True)
-    coded = torch.where(blocks < 0, -1.0, 1.0) * blocks.abs().sum(dim=2, keepdim=True) / counts
-    return coded.view(len(rows), -1)[:, : rows.shape[1]]
-
-
 class CodedSlices:
-    """Each rank codes its slices, one for each rank adds up, and codes the sum; what both lose is that rank's.
+    """Each rank codes its slices, one for each rank adds up, and codes the sum; what both lose is that rank's."""
 
-    Args:
-        code: of rows, one for each slice.
-        places: of the parameters.
-    """
-
-    def __init__(self, code: Callable[[torch.Tensor], torch.Tensor], places: Sequence[tuple[str, int]]) -> None:
-        self.code, self.places = code, places
+    def __init__(self, codec: Codec, places: Sequence[tuple[str, int]]) -> None:
+        self.codec, self.places = codec, places
 
     def __call__(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum that all end with, and what each rank lost; ``given`` has a row for each rank."""
@@ -228,13 +208,13 @@ class CodedSlices:
         length = -(-numel // ranks)
         whole, last = length * (ranks - 1), slice(length * (ranks - 1), numel)
 
-        def coded(rows: torch.Tensor) -> torch.Tensor:
-            first = self.code(rows[:, :whole].reshape(-1, length)).reshape(len(rows), -1)
-            return torch.cat([first, self.code(rows[:, last])], dim=1)
+        def in_slices(rows: torch.Tensor) -> torch.Tensor:
+            first = coded(self.codec, rows[:, :whole].reshape(-1, length)).reshape(len(rows), -1)
+            return torch.cat([first, coded(self.codec, rows[:, last])], dim=1)
 
-        sent = coded(given)
+        sent = in_slices(given)
         total = sent.sum(dim=0)
-        result = coded(total.unsqueeze(0)).squeeze(0)
+        result = in_slices(total.unsqueeze(0)).squeeze(0)
         lost = given - sent
         for rank in range(ranks):
             mine = slice(rank * length, min((rank + 1) * length, numel))
@@ -247,14 +227,9 @@ class MeanOfSlices:
     """The mean of what everyone has, in coded slices, with a residual for what either coding loses."""
 
     def __init__(
-        self,
-        code: Callable[[torch.Tensor], torch.Tensor],
-        places: Sequence[tuple[str, int]],
-        *,
-        feedback: bool = True,
-        exact: bool = False,
+        self, codec: Codec, places: Sequence[tuple[str, int]], *, feedback: bool = True, exact: bool = False
     ) -> None:
-        self.exchange = CodedSlices(code, places)
+        self.exchange = CodedSlices(codec, places)
         self.feedback, self.exact, self.residuals = feedback, exact, torch.zeros(SIZE, 1, dtype=torch.float64)
 
     def __call__(self, flats: Flats) -> torch.Tensor:
@@ -265,50 +240,31 @@ class MeanOfSlices:
         return only_parameters(result, self.exchange.places)
 
 
-# Rules of sums that lose something, for the shares of everyone.
+# Rules of sums that lose something. Codecs are taken as they are: they have tests of their own.
 
 
-def exact(_: int, flats: list[torch.Tensor]) -> torch.Tensor:
+def exact(_: int, flats: Flats) -> torch.Tensor:
     """No loss at all."""
     return torch.stack(flats).sum(dim=0)
 
 
-def sign(flat: torch.Tensor) -> torch.Tensor:
-    """Signs times the mean magnitude of each 2048 elements, in bfloat16."""
-    return torch.cat([torch.where(part < 0, -1, 1) * part.abs().mean().bfloat16().float() for part in flat.split(2048)])
-
-
-def top_k(flat: torch.Tensor, ratio: float) -> torch.Tensor:
-    """The largest elements; zero elsewhere."""
-    kept = -int(-ratio * flat.numel() // 1)
-    largest = flat.abs().sort(descending=True).indices[:kept]
-    return torch.zeros_like(flat).index_copy(0, largest, flat[largest])
-
-
-def min_max(flat: torch.Tensor) -> torch.Tensor:
-    """What 8 bits leave; the codec has tests of its own, and its exact grid is its own business."""
-    return MinMaxUInt8().decompress(MinMaxUInt8().compress(flat), Metadata.of(flat))
-
-
-def byte_grad(_: int, flats: list[torch.Tensor]) -> torch.Tensor:
+def byte_grad(index: int, flats: Flats) -> torch.Tensor:
     """Each slice rounded by everyone, summed, and rounded again."""
-    length = -(-flats[0].numel() // len(flats))
-    slices_of_everyone = zip(*(flat.split(length) for flat in flats), strict=True)
-    return torch.cat([min_max(torch.stack([*map(min_max, slices)]).sum(dim=0)) for slices in slices_of_everyone])
+    return CodedSlices(MinMaxUInt8(), [])(torch.stack(flats))[0]
 
 
 @dataclass
 class WithFeedback:
-    """Error feedback: everyone's ``quantize`` of gradient plus residual, summed."""
+    """Error feedback: everyone's gradient plus residual as ``codec`` codes it, summed."""
 
     layout: Layout
-    quantize: Callable[[torch.Tensor], torch.Tensor]
-    residuals: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    codec: Codec
+    residuals: dict[int, Flats] = field(default_factory=dict)
 
-    def __call__(self, index: int, flats: list[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
         before = self.residuals.get(index, [torch.zeros_like(flats[0]) for _ in flats])
         given = [flat + residual for flat, residual in zip(flats, before, strict=True)]
-        sent = [self.quantize(x) for x in given]
+        sent = [coded(self.codec, x) for x in given]
         lost = [x - y for x, y in zip(given, sent, strict=True)]
         self.residuals[index] = [only_parameters(x, self.layout[index][1]) for x in lost]
         return torch.stack(sent).sum(dim=0)

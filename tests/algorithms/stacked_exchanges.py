@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from bagua.compression import Codec, Metadata
+from bagua.compression import Codec
 from bagua.topology import create
 from tests.algorithms.pairs import Case
 from tests.algorithms.stacked import Layout, model_of
-from tests.harness import State, batch
+from tests.harness import State, batch, coded
 
 SIZE, HOSTS = 4, ((0, 1), (2, 3))
 RATE = 0.1
@@ -43,11 +43,6 @@ def rule_of(case: Case, kept: torch.Tensor) -> Rule:
     return LossySum(case, kept) if case.codec else exact_mean
 
 
-def passed(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
-    """What comes out at the other end."""
-    return torch.stack([codec.decompress(codec.compress(row), Metadata.of(row)) for row in rows])
-
-
 class LossySum:
     """Of shares of the mean, those of hosts if hosts exchange; what codecs lost comes with the next."""
 
@@ -60,7 +55,7 @@ class LossySum:
             shares = torch.stack([shares[list(host)].sum(dim=0) for host in HOSTS])
         if self.case.feedback:
             shares = shares + self.residuals
-        sent = passed(self.codec, shares)
+        sent = coded(self.codec, shares)
         self.residuals = (shares - sent) * self.kept
         return (sent.sum(dim=0) * self.kept).expand_as(rows)  # What a codec makes of gaps must not matter.
 
@@ -84,7 +79,7 @@ class Neighbours:
             self.estimates = means
         else:
             change = means - self.estimates + weights @ self.estimates - self.estimates
-            means = self.estimates = self.estimates + passed(self.codec, change) * self.kept
+            means = self.estimates = self.estimates + coded(self.codec, change) * self.kept
         return means.repeat_interleave(torch.tensor([len(member) for member in self.members]), dim=0)
 
 

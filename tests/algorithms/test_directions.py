@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua.algorithms import Algorithm, DionAlgorithm, LoCoAlgorithm
-from bagua.compression import Metadata, MinMaxUInt8
+from bagua.compression import Int4, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
@@ -29,7 +29,7 @@ from tests.algorithms.stacked import (
 )
 from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
 from tests.contract.algorithms import train as train_small
-from tests.harness import State, assert_close, mlp, sgd, snapshot
+from tests.harness import State, assert_close, coded, mlp, sgd, snapshot
 from tests.parallel.wrapping import on_ranks
 
 
@@ -41,26 +41,13 @@ def nothing(_: int, flats: Flats) -> torch.Tensor:
 # LoCo.
 
 
-def four_bits(rows: torch.Tensor, block: int = 64) -> torch.Tensor:
-    """Each element becomes the mean of its bin: 16 of them, over six standard deviations of its block."""
-    found = []
-    for part in rows.split(block, dim=1):
-        mean = part.mean(dim=1, keepdim=True)
-        width = part.std(dim=1, keepdim=True) * 6 / 16
-        bins = ((part - mean) / width.where(width > 0, 1) + 8).round().clamp(0, 15)
-        chosen = (bins.unsqueeze(2) == torch.arange(16)).double()
-        means = (chosen * part.unsqueeze(2)).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
-        found.append(means.gather(1, bins.long()))
-    return torch.cat(found, dim=1)
-
-
 class LoCo:
     """h = g + e in four bits, slice by slice; e is a running average of what they lose, in eight bits."""
 
     def __init__(
         self, layout: Layout, averaging: float, reset: int, *, bytes_only: bool = True, early: int = 0
     ) -> None:
-        self.exchanges = [CodedSlices(four_bits, places) for _, places in layout]
+        self.exchanges = [CodedSlices(Int4(64), places) for _, places in layout]
         self.averaging, self.reset, self.bytes_only, self.early = averaging, reset, bytes_only, early
         self.e: dict[int, torch.Tensor] = {}
         self.calls = 0
@@ -71,13 +58,8 @@ class LoCo:
         before = self.e[index] if step and (step + self.early) % self.reset else torch.zeros_like(g)
         result, lost = self.exchanges[index](g + before)
         after = (1 - self.averaging) * before + self.averaging * lost
-        self.e[index] = torch.stack([in_bytes(one) for one in after]) if self.bytes_only else after
+        self.e[index] = coded(MinMaxUInt8(), after) if self.bytes_only else after
         return result
-
-
-def in_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """What eight bits leave; the codec has tests of its own."""
-    return MinMaxUInt8().decompress(MinMaxUInt8().compress(flat), Metadata.of(flat))
 
 
 def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):

@@ -24,7 +24,7 @@ from bagua.algorithms import (
     SparseLoCoAlgorithm,
     TopKAlgorithm,
 )
-from bagua.compression import Int2, Int4, TopK
+from bagua.compression import BlockTopK, Codec, Int2, Int4, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import AllGatherReducer, MomentumCorrection
@@ -41,22 +41,18 @@ from tests.algorithms.stacked import (
     differs,
     exact,
     flatten,
-    largest_of_blocks,
     loss_of,
     mean,
-    min_max,
     model_of,
-    one_bit_of_rows,
     simulate,
     simulate_local,
     snapshot,
-    top_k,
     train,
     train_alike,
     whole_layout,
     write,
 )
-from tests.harness import State, assert_close, assert_same_on_all_ranks, sgd
+from tests.harness import State, assert_close, assert_same_on_all_ranks, coded, sgd
 from tests.parallel.wrapping import Loop
 
 
@@ -84,7 +80,7 @@ class DeepGradientCompression:
             share = share * min(1.0, self.clip / float(share.norm()))
             u = self.momentum * us[rank] + share
             v = vs[rank] + u if self.feedback else u
-            sent = top_k(v, self.ratio)
+            sent = coded(TopK(self.ratio), v)
             us[rank], vs[rank] = torch.where(sent != 0, 0, u), v - sent
             total += sent
         return total
@@ -184,15 +180,11 @@ def adam(parameters):
     return QAdamOptimizer(parameters, lr=0.003, warmup_steps=WARMUP, weight_decay=0.1)
 
 
-def bytes_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    return torch.stack([min_max(row) for row in rows])
-
-
-def simulate_momenta(layout: Layout, code: Callable[[torch.Tensor], torch.Tensor], **options: bool) -> State:
+def simulate_momenta(layout: Layout, codec: Codec, **options: bool) -> State:
     """Momenta of everyone, whose mean is taken in coded slices after the warm-up; ``m`` is the optimizer's."""
     model, left = model_of(), WARMUP * len(layout)
     optimizer = adam(model.parameters())
-    exchanges = [MeanOfSlices(code, places, **options) for _, places in layout]
+    exchanges = [MeanOfSlices(codec, places, **options) for _, places in layout]
 
     def combine(index: int, flats: Flats) -> torch.Tensor:
         nonlocal left
@@ -207,22 +199,21 @@ def simulate_momenta(layout: Layout, code: Callable[[torch.Tensor], torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "code", "feedback"),
-    [
-        (OneBitAdamAlgorithm(block_numel=16), functools.partial(one_bit_of_rows, block=16), True),
-        (QAdamAlgorithm(), bytes_of_rows, False),
-    ],
+    ("algorithm", "codec", "feedback"),
+    [(OneBitAdamAlgorithm(block_numel=16), Sign(16), True), (QAdamAlgorithm(), MinMaxUInt8(), False)],
     ids=["signs", "bytes"],
 )
-def test_momenta_are_sent_in_few_bits_after_the_warm_up(thread_ranks, algorithm, code, feedback):
+def test_momenta_are_sent_in_few_bits_after_the_warm_up(thread_ranks, algorithm, codec, feedback):
     state, layout = train_alike(thread_ranks, algorithm, adam)
     assert len(layout) > 1
     mutants = ({"feedback": not feedback}, {"exact": True})
-    wrong = {str(one): simulate_momenta(layout, code, **one) for one in mutants}
-    assert_only(state, simulate_momenta(layout, code, feedback=feedback), wrong)
+    wrong = {str(one): simulate_momenta(layout, codec, **one) for one in mutants}
+    assert_only(state, simulate_momenta(layout, codec, feedback=feedback), wrong)
 
 
 # Outer steps in few bits.
+
+FEW = BlockTopK(block_numel=64, kept=8, value_bits=2)
 
 
 class SparseOuter:
@@ -235,7 +226,7 @@ class SparseOuter:
     def __call__(self, differences: Flats) -> torch.Tensor:
         self.residuals = self.residuals or [torch.zeros_like(one) for one in differences]
         given = [d / SIZE + self.decay * e for d, e in zip(differences, self.residuals, strict=True)]
-        sent = [largest_of_blocks(x, 64, 8, bits=2) for x in given]
+        sent = [coded(FEW, x) for x in given]
         if self.feedback:
             self.residuals = [x - q for x, q in zip(given, sent, strict=True)]
         total = torch.stack(sent)
@@ -327,7 +318,7 @@ def test_a_rank_without_data_keeps_what_it_has_not_sent(thread_ranks):
                 loss_of(ranks.models[rank], rank, step).backward()
                 ranks.optimizers[rank].step()
         weights = [flatten(state, numel, places) for state in ranks.states()]
-        sent = [largest_of_blocks((anchor - one) / 2, 64, 8, bits=2) for one in weights]
+        sent = [coded(FEW, (anchor - one) / 2) for one in weights]
         for model, one, own in zip(ranks.models, weights, sent, strict=True):
             write(model, one + 2 * own - sum(sent), places)
         anchor = anchor - sum(sent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from bagua.algorithms import (
     TopKAlgorithm,
 )
 from bagua.buckets import Bucket
+from bagua.compression import Sign, TopK
 from bagua.engine.schedule.courses import memory_for
 from bagua.errors import InvalidTensorError
 from bagua.parallel import with_bagua
@@ -31,9 +31,7 @@ from tests.algorithms.stacked import (
     exact,
     layout_of,
     of_hosts,
-    sign,
     simulate,
-    top_k,
 )
 from tests.contract.algorithms import INF_STEP, STEPS, train_with_an_inf
 from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot
@@ -47,9 +45,9 @@ CASES: dict[str, tuple[Algorithm, Formula]] = {
     "bytegrad": (ByteGradAlgorithm(), lambda _: byte_grad),
     "top_k": (
         TopKAlgorithm(ratio=0.1, warmup_steps=0, density_steps=0),
-        lambda layout: WithFeedback(layout, partial(top_k, ratio=0.1)),
+        lambda layout: WithFeedback(layout, TopK(0.1)),
     ),
-    "sign_sgd": (SignSGDAlgorithm(warmup_steps=0, block_numel=2048), lambda layout: WithFeedback(layout, sign)),
+    "sign_sgd": (SignSGDAlgorithm(warmup_steps=0, block_numel=2048), lambda layout: WithFeedback(layout, Sign(2048))),
     "power_sgd": (PowerSGDAlgorithm(matrix_rank=2), lambda layout: PowerSgd(layout, 2)),
 }
 LOSSY = [name for name in CASES if name != "scatter_gather_allreduce"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua.algorithms import OneBitLambAlgorithm
+from bagua.compression import Sign
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
@@ -22,7 +21,6 @@ from tests.algorithms.stacked import (
     flatten,
     gradients_of,
     model_of,
-    one_bit_of_rows,
     train_alike,
 )
 from tests.harness import State, assert_close, mlp, snapshot
@@ -100,8 +98,7 @@ def simulate_lamb(
 ) -> State:
     model = model_of()
     rule = Lamb(model, freshens=freshens)
-    code = functools.partial(one_bit_of_rows, block=BLOCK)
-    exchanges = [MeanOfSlices(code, places, feedback=feedback, exact=exact) for _, places in layout]
+    exchanges = [MeanOfSlices(Sign(BLOCK), places, feedback=feedback, exact=exact) for _, places in layout]
     scaling = dict.fromkeys(rule.x, 1.0)
     for t in range(1, STEPS + 1):
         of_ranks = [gradients_of(model, rank, t - 1) for rank in range(SIZE)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.compression import Int4, Metadata, Sign, TopK
+from bagua.compression import Int4, Sign, TopK
 from bagua.primitives import (
     EF21,
     AllGatherReducer,
@@ -17,6 +17,7 @@ from bagua.primitives import (
     ScatterGatherReducer,
     SumReducer,
 )
+from tests.harness import coded
 
 SIZE, CALLS, NUMEL = 3, 50, 101
 CODEC = TopK(0.1)
@@ -27,10 +28,6 @@ def values(rank: int, call: int) -> torch.Tensor:
     steady = torch.linspace(-1, 1, NUMEL, dtype=torch.float64) * (rank + 1)
     noise = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * call + rank), dtype=torch.float64)
     return steady + 0.3 * noise
-
-
-def coded(tensor: torch.Tensor) -> torch.Tensor:
-    return CODEC.decompress(CODEC.compress(tensor), Metadata.of(tensor))
 
 
 def run(reducer: SumReducer, scale: float = 1.0, bad_call: int = -1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -54,8 +51,8 @@ def simulated_feedback(decay: float) -> torch.Tensor:
     residuals, results = [torch.zeros(NUMEL).double() for _ in range(SIZE)], []
     for call in range(CALLS):
         given = [values(rank, call) + decay * residuals[rank] for rank in range(SIZE)]
-        residuals = [x - coded(x) for x in given]
-        results.append(sum(map(coded, given)))
+        residuals = [x - coded(CODEC, x) for x in given]
+        results.append(coded(CODEC, torch.stack(given)).sum(dim=0))
     return torch.stack(results)
 
 
@@ -98,7 +95,7 @@ def simulated_ef21(averaging: float) -> torch.Tensor:
     for call in range(CALLS):
         for rank in range(SIZE):
             averages[rank] = (1 - averaging) * averages[rank] + averaging * values(rank, call)
-            estimates[rank] = estimates[rank] + coded(averages[rank] - estimates[rank])
+            estimates[rank] = estimates[rank] + coded(CODEC, averages[rank] - estimates[rank])
         results.append(sum(estimates))
     return torch.stack(results)
 
@@ -150,7 +147,7 @@ def contribute(codec: TopK) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_mean_over_those_who_sent_counts_for_all(thread_ranks):
     results = thread_ranks(SIZE, contribute, CODEC)
-    sent = torch.stack([coded(values(rank, 0)) for rank in range(SIZE)])
+    sent = torch.stack([coded(CODEC, values(rank, 0)) for rank in range(SIZE)])
     expected = SIZE * sent.sum(dim=0) / (sent != 0).sum(dim=0).clamp(min=1)
     for rank, (flat, lost) in enumerate(results):
         torch.testing.assert_close(flat, expected)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import bagua.comm
 from bagua.comm import solo_group
-from bagua.compression import Codec, Identity, Metadata, MinMaxUInt8
+from bagua.compression import Codec, Identity, MinMaxUInt8
 from bagua.primitives import DifferenceExchange, ReducerMemory, hierarchical_neighbour_average, neighbour_average
 from bagua.topology import Hierarchical, Ring, Round, Torus, available, create, weighted_by_size
+from tests.harness import coded
 from tests.topologies import ONE_WAY, STAR
 
 NUMEL = 5
@@ -127,8 +128,7 @@ def simulated(matrix: torch.Tensor, codec: Codec, steps: int) -> list[torch.Tens
             mixed = [sum(matrix[i, j] * replicas[j] for j in range(size)) for i in range(size)]
             sent = [x[i] - replicas[i] + mixed[i] - replicas[i] for i in range(size)]
             for i in range(size):
-                data = codec.compress(sent[i])
-                replicas[i] = replicas[i] + codec.decompress(data, Metadata.of(sent[i]))
+                replicas[i] = replicas[i] + coded(codec, sent[i])
                 x[i] = replicas[i].clone()
         if step < steps // 2:
             x = [x[i] + 0.1 * values(100 * i + step, torch.float64) for i in range(size)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.compression import BlockTopK, Float16, Identity, Metadata, MinMaxUInt8, Sign, TopK
+from bagua.compression import BlockTopK, Float16, Identity, MinMaxUInt8, Sign, TopK
 from bagua.errors import InvalidTensorError
 from bagua.primitives import (
     AllGatherReducer,
@@ -18,6 +18,7 @@ from bagua.primitives import (
     SumReducer,
     sum_over,
 )
+from tests.harness import coded
 
 #: Everything that has a remainder.
 PLAIN: list[SumReducer] = [
@@ -130,10 +131,6 @@ def _reduce_one(reducer: SumReducer) -> torch.Tensor:
     memory.step = 7
     reducer.reduce(flat, communicator, memory)
     return flat
-
-
-def coded(codec, tensor: torch.Tensor) -> torch.Tensor:
-    return codec.decompress(codec.compress(tensor), Metadata.of(tensor))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

@@ -10,6 +10,7 @@ from bagua.compression import BlockTopK, Metadata, TopK
 from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, SparseReducer
 from bagua.testing import ThreadRanks
+from tests.harness import coded
 
 NUMEL = 5000
 
@@ -42,11 +43,6 @@ def test_nine_ranks_send_less_than_eight(codec, contributors):
         assert all(torch.equal(flat, results[0][0]) for flat, _, _ in results)
 
 
-def largest(x: torch.Tensor, ratio: float) -> torch.Tensor:
-    kept = x.abs().sort(descending=True).indices[: -int(-ratio * len(x) // 1)]
-    return torch.zeros_like(x).index_copy(0, kept, x[kept])
-
-
 def test_means_over_senders_by_ranges_are_the_formula():
     """With feedback: what an answer lacks is sent again by the rank that had added up, and counts as its mean then."""
     size, ratio, calls = 9, 0.02, 6
@@ -67,9 +63,9 @@ def test_means_over_senders_by_ranges_are_the_formula():
         answers = torch.empty(0)
         for call in range(calls):
             given = torch.stack([values(rank, call) for rank in range(size)]) + residuals
-            sent = torch.stack([torch.cat([largest(part, ratio) for part in x.split(length)]) for x in given])
+            sent = torch.stack([torch.cat([coded(TopK(ratio), part) for part in x.split(length)]) for x in given])
             means = size * sent.sum(dim=0) / (sent != 0).sum(dim=0).clamp(min=1)
-            answers = torch.cat([largest(part, ratio) for part in means.split(length)])
+            answers = torch.cat([coded(TopK(ratio), part) for part in means.split(length)])
             residuals = given - sent
             for rank in range(size if feeds_answers_back else 0):
                 mine = slice(rank * length, (rank + 1) * length)
