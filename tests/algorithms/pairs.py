@@ -48,6 +48,7 @@ _SUBJECTS: dict[str, tuple[What, Then]] = {
     "added": (Weights(), Add(0.5)),
     "difference": (Difference(), OuterStep(_SGD)),
     "blended": (Difference(), OuterStep(_SGD, land=Blend(0.25))),
+    "learned": (Difference(), OuterStep(_SGD, land=Add())),
 }
 
 
@@ -65,6 +66,7 @@ class Case:
         loop: how a step is made: of two backward passes, the first without synchronization; with gradients that are
             clipped; with a ``GradScaler``.
         at: where in a step weights are sent; gradients are when they are there.
+        offset: number of the step, within a period, after which the first part is sent.
     """
 
     subject: str = "weights"
@@ -78,6 +80,7 @@ class Case:
     resumed: bool = False
     loop: str = "plain"
     at: str = "stepped"
+    offset: int = 0
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -98,7 +101,7 @@ class Case:
         at: Any = self.at
         if self.subject == "gradients":
             at = "backward ends" if self.parts > 1 else None
-        return Exchange(what, Every(self.period), self.how, then, at=at, lag=self.lag, parts=parts)
+        return Exchange(what, Every(self.period, self.offset), self.how, then, at=at, lag=self.lag, parts=parts)
 
     @property
     def until(self) -> str:

@@ -194,7 +194,7 @@ class Piece:
             one.copy_(rows[:, offset : offset + one[0].numel()].view_as(one))
 
     def is_due(self, t: int) -> bool:
-        return (t - self.shift) % self.case.period == 0
+        return (t - self.shift - self.case.offset) % self.case.period == 0
 
     def send(self, t: int, rows: torch.Tensor) -> None:
         self.rounds += 1
@@ -217,7 +217,7 @@ class Piece:
     def send_weights(self, weights: State, t: int) -> None:
         if self.is_due(t):
             now = self.gather(weights)
-            self.send(t, self.anchors - now if self.case.subject in ("difference", "blended") else now)
+            self.send(t, now if self.case.subject in ("weights", "added") else self.anchors - now)
 
     def fold(self, weights: State, t: int) -> None:
         for sent, result in self.back(t):
@@ -227,6 +227,7 @@ class Piece:
                 "added": lambda now, sent, result: now + 0.5 * (result - sent),
                 "difference": lambda now, sent, result: self.stepped(result),
                 "blended": lambda now, sent, result: 0.25 * now + 0.75 * self.stepped(result),
+                "learned": lambda now, sent, result: now + sent - self.anchors + self.stepped(result),
             }[self.case.subject]
             self.scatter(landed(now, sent, result), weights)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import pickle
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from bagua.algorithms import (
     Blend,
     Buffers,
     Difference,
-    DiLoCoAlgorithm,
     EagerStep,
     Every,
     Exchange,
@@ -49,11 +46,11 @@ from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
-from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
-from tests.contract.algorithms import AlgorithmContract, promised_by
+from tests.algorithms.replicas import Replicas, plain_sgd
+from tests.contract.algorithms import promised_by
 from tests.harness import State as Snapshot
-from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, mean_gradients, mlp, reference, snapshot
-from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
+from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, mlp, reference, snapshot
+from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())
 WHOLE = Parts(1, "strided")
@@ -79,16 +76,6 @@ GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(),
 # Values.
 
 
-@pytest.mark.parametrize(
-    "algorithm", [LOCAL_SGD, DILOCO, STREAMING, SLOWMO], ids=["local", "diloco", "streaming", "slowmo"]
-)
-def test_an_algorithm_prints_as_what_made_it_and_survives_pickle(algorithm):
-    names = {**globals(), **vars(bagua.algorithms), **vars(bagua.algorithms.exchanges.gossip), **vars(bagua.topology)}
-    assert eval(repr(algorithm), names) == algorithm
-    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
-    assert hash(algorithm) == hash(pickle.loads(pickle.dumps(algorithm)))
-
-
 def test_points_follow_from_what_is_sent():
     exchange = Exchange(Gradients(), Every(), Mean(), Replace())
     assert (exchange.at, exchange.until) == ("bucket ready", "backward ends")
@@ -96,24 +83,7 @@ def test_points_follow_from_what_is_sent():
     assert (exchange.at, exchange.until) == ("bucket stepped", "bucket ready")
     exchange = Exchange(Weights(), Every(), Mean(), Replace())
     assert (exchange.at, exchange.until) == ("stepped", "stepped")
-
-
-def test_rounds_are_counted_by_starts():
-    for when in (Every(), Every(3), Every(3, 1), Every(4, -1)):
-        due = [t for t in range(1, 40) if when.due(t)]
-        assert [when.round(t) for t in due] == list(range(1, len(due) + 1))
-
-
-def test_gradients_that_are_exchanged_seldom_promise_no_equal_ranks():
-    seldom = Algorithm.of(gradients(when=Every(2)))
-    assert (promised_by(seldom), seldom.ranks_differ) == ("consensus", True)
-
-
-def test_parts_are_due_one_after_the_other():
-    """As streaming DiLoCo has it: applied after steps (p + 1) H / P, started so much earlier."""
-    parts, when = Parts(5, "strided"), Every(12)
-    due = {part: [t % 12 for t in range(1, 13) if when.due(t, parts.shift(part, 12))] for part in range(5)}
-    assert due == {0: [2], 1: [4], 2: [7], 3: [9], 4: [0]}
+    assert Exchange(Buffers(), Every(), Mean(), Replace()).parts == WHOLE
 
 
 def test_parts_are_cut_by_layer_and_by_bytes():
@@ -141,6 +111,7 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "undo every update"),
         (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=1), "at most 0"),
         (lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=3), "at most 2"),
+        (lambda: around("async", LOCAL_SGD.exchanges()[0]).reify(bagua.comm.solo_group()), "between steps"),
         (lambda: gradients(lag=1, until="bucket ready"), "take the place"),
         (lambda: gradients(lag=1, until="safe"), "of no use any more"),
         *(
@@ -206,28 +177,6 @@ def test_expectations_follow_from_the_exchanges():
     assert promised_by(LOCAL_SGD) == promised_by(DILOCO) == promised_by(GOSSIP_SLOWMO) == "consensus"
 
 
-# Contract: examples of families that the engine knows nothing of.
-
-
-class TestComposed(AlgorithmContract):
-    sizes = (2, 3)
-
-    @pytest.fixture(params=[LOCAL_SGD, DILOCO, STREAMING, GOSSIP_SLOWMO], ids=range(4))
-    def algorithm(self, request):
-        return request.param
-
-    def test_training_gives_what_is_promised(self, algorithm, pool):
-        """Outer momentum overshoots without gradients, so only that ranks are together after an outer step."""
-        for size in self.sizes:
-            states = pool.run(train_for, algorithm, 12, size=size)
-            if algorithm is not STREAMING:
-                assert_same_on_all_ranks(states)
-
-    test_host_layouts_work_or_are_refused = None
-    test_the_suite_notices_that_nothing_is_exchanged = None
-    test_one_rank_alone_trains_as_without_bagua = None
-
-
 # Training.
 
 
@@ -274,56 +223,15 @@ def train_beside(algorithm: Algorithm, data: int) -> Snapshot:
     return loop.train(9)
 
 
-def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
-    """With the exact mean in each gossip step."""
-    ranks = Replicas(2)
-    anchor, slow = ranks.mean, torch.zeros_like(ranks.mean)
-    for number in range(9):
-        before = ranks.rows
-        ranks.step(number)
-        ranks.rows = before.mean(dim=0) + ranks.rows - before
-        if number % 3 == 2:
-            slow = 0.5 * slow + (anchor - ranks.mean) / 0.1
-            ranks.rows = anchor = anchor - 0.1 * slow
-    results = thread_ranks(2, train_for, GOSSIP_SLOWMO, 9)
-    assert_same_on_all_ranks(results)
-    ranks.assert_equals(results)
-
-
-class Halves(nn.Module):
-    """A model whose second half is used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = mlp()[0], mlp()[2]
-
-    def forward(self, rows: torch.Tensor, number: int) -> torch.Tensor:
-        hidden = self.first(rows)
-        return self.second(hidden) if number % 2 == 0 else hidden
-
-
-def test_buffers_go_all_at_once_unless_told_otherwise(thread_ranks):
-    exchange = Exchange(Buffers(), Every(2), Mean(), Replace())
-    assert exchange == dataclasses.replace(exchange, parts=Parts(1, "strided"))
-
-    def train() -> list[list[float]]:
-        loop = loop_of(Algorithm.of(exchange), lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
-        return [loop.train()["1.running_mean"].tolist() for _ in range(2)]
-
-    (first, mean), (other, same) = thread_ranks(2, train)
-    assert first != other
-    assert mean == same
-
-
 def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
     def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-        return model(torch.full((2, 8), 1.0 + rank), number).square().mean()
+        return model(torch.full((2, 8), 1.0 + rank), "left" if number % 2 else "right").square().mean()
 
     def train() -> Snapshot:
         late = Algorithm.of(gradients(lag=1))
-        return loop_of(late, Halves, losses=loss, find_unused_parameters=True).train(6)
+        return loop_of(late, Branches, losses=loss, find_unused_parameters=True).train(6)
 
-    expected = Halves()
+    expected = Branches()
     late = [torch.zeros_like(one) for one in expected.parameters()]
     for number in range(6):
         total = loss(expected, 0, number) + loss(expected, 1, number)
@@ -396,46 +304,6 @@ def test_gradients_are_divided_once(thread_ranks, algorithm):
         assert_close(state, expected)
 
 
-def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[Snapshot]:
-    """The weights in the end, from each checkpoint; the first is of training without a stop."""
-    loop, saved = loop_of(algorithm), []
-    for number in range(steps):
-        if number in stops:
-            saved.append((number, snapshot(loop.wrapped), pickle.loads(pickle.dumps(loop.wrapped.bagua_state_dict()))))
-        loop.train()
-    ends = [snapshot(loop.model)]
-    for number, (at, weights, remembered) in enumerate(saved):
-        loop = loop_of(algorithm, functools.partial(mlp, 5), bucket_bytes=10**9)
-        for _ in range(2):  # Once more changes nothing.
-            if number % 2:  # In either order.
-                loop.wrapped.load_state_dict(weights)
-            loop.wrapped.bagua_load_state_dict(remembered)
-            if not number % 2:
-                loop.wrapped.load_state_dict(weights)
-        loop.step = at
-        ends.append(loop.train(steps - at))
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "hosts"),
-    [
-        (STREAMING, [2]),
-        (Algorithm.of(gradients(lag=2)), [2]),
-        (around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")), [2]),
-        (Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)), [2]),
-        (Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)), [2]),
-        (Algorithm.init("sparse_loco", sync_every=4, start_after=0, error_feedback="weights", hierarchical=False), [2]),
-        (DiLoCoAlgorithm(4, fragments=2, overlap=2, codec="int4", error_feedback=True, inner="bytegrad"), [2, 2]),
-    ],
-    ids=["streaming", "late gradients", "around gossip", "residuals", "and factors", "in weights", "between hosts"],
-)
-def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm, hosts):
-    for ends in thread_ranks(sum(hosts), _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16, hosts=hosts):
-        for end in ends[1:]:
-            assert_same_on_all_ranks([ends[0], end])
-
-
 @pytest.mark.parametrize("how", [Mean(), Mean(ErrorFeedback(BYTES))], ids=["exact", "residuals"])
 def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
     exchange = dataclasses.replace(STREAMING.exchanges()[0], how=how)
@@ -497,41 +365,18 @@ def test_parts_of_what_remembers_do_not_change_from_phase_to_phase():
 
 
 @dataclass(frozen=True)
-class LateDiLoCo(Algorithm):
-    """Gradient allreduce for five steps, and outer steps after that."""
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return "warm-up", "local"
-
-    def phase(self, step: int, model: Model) -> str:
-        return "warm-up" if step < 5 else "local"
-
-    def exchanges(self, phase: Hashable = "local") -> tuple[Exchange, ...]:
-        return (gradients(),) if phase == "warm-up" else DILOCO.exchanges()
-
-
-def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_anew(thread_ranks):
-    """Steps 9 and 13 are outer ones; the anchor of the first is what the warm-up ended with."""
-    ranks = Anchored(2, nesterov)
-    for number in range(5):
-        for model in ranks.models:
-            mean_gradients(model, 2, lambda model, rank, number=number: loss_of(model, rank, number))
-        ranks.update()
-    ranks.anchor.data.copy_(ranks.mean)
-    for number in range(5, 14):
-        ranks.step(number)
-        if number in (8, 12):
-            ranks.outer_step()
-    ranks.assert_equals(thread_ranks(2, train_for, LateDiLoCo(), 14))
-
-
-@dataclass(frozen=True)
-class LossyThenOuter(LateDiLoCo):
+class LossyThenOuter(Algorithm):
     """The gradients' residual is remembered under the label that outer steps have later."""
 
-    def exchanges(self, phase: Hashable = "local") -> tuple[Exchange, ...]:
-        return (gradients(Mean(ErrorFeedback(BYTES))),) if phase == "warm-up" else DILOCO.exchanges()
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        return (0, 1)
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        return int(step >= 5)
+
+    def exchanges(self, phase: Hashable = 1) -> tuple[Exchange, ...]:
+        return DILOCO.exchanges() if phase else (gradients(Mean(ErrorFeedback(BYTES))),)
 
 
 @on_ranks(2)
@@ -603,12 +448,6 @@ def test_what_has_yet_to_start_from_weights_is_not_saved():
     loop.wrapped.load_state_dict(loaded)
     loop.wrapped.bagua_load_state_dict(loop.wrapped.bagua_state_dict())
     assert_close(loop.train(3), loaded)
-
-
-def test_what_goes_on_between_steps_cannot_be_put_inside():
-    outer = Exchange(Weights(), Every(4), Mean(), Replace(), label="outer")
-    with pytest.raises(ConfigurationError, match="between steps"):
-        around("async", outer).reify(bagua.comm.solo_group())
 
 
 def test_shared_state_first_makes_weights_equal(thread_ranks):

@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import (
+    Add,
     Algorithm,
     Blend,
+    Difference,
     DiLoCoAlgorithm,
     Every,
     Exchange,
@@ -30,15 +33,18 @@ from bagua.algorithms import (
     Parts,
     Replace,
     SlowMoAlgorithm,
+    SlowStep,
     SparseLoCoAlgorithm,
+    Then,
     Weights,
+    around,
 )
 from bagua.algorithms.exchanges import outer
 from bagua.compression import MinMaxUInt8
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.primitives import ReducerMemory
-from tests.algorithms.replicas import Anchored, Replicas, nesterov, plain_sgd
+from bagua.primitives import ErrorFeedback, PowerSGDReducer, ReducerMemory, ScatterGatherReducer, SumReducer
+from tests.algorithms.replicas import Anchored, Replicas, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
 from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, live_bytes, mlp, seeded, snapshot
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
@@ -46,8 +52,13 @@ from tests.versions import needs
 
 STEPS = 13
 RATE = 0.1
-SGD = Outer(torch.optim.SGD, lr=0.5)
+NESTEROV = Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 MUON = needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
+
+
+def outer_step(reducer: SumReducer | None = None, land: Then = Replace(), **options: Any) -> Exchange:  # noqa: B008 - a value
+    options = {"when": Every(4), "then": OuterStep(NESTEROV, land), **options}
+    return Exchange(Difference(), how=Mean(reducer), **options)
 
 
 class TestLocalUpdates(AlgorithmContract):
@@ -59,8 +70,12 @@ class TestLocalUpdates(AlgorithmContract):
             SlowMoAlgorithm(4),
             DiLoCoAlgorithm(4, fragments=2, overlap=1, codec=MinMaxUInt8(), error_feedback=True),
             DiLoCoAlgorithm(3, eager=True, average_buffers=True),
+            # Families that the engine knows nothing of.
+            Algorithm.of(Exchange(Weights(), Every(4), Mean(ScatterGatherReducer(MinMaxUInt8())), Replace())),
+            Algorithm.of(outer_step(land=Blend(0.5), when=Every(6, offset=-2), lag=2, parts=Parts(3, "strided"))),
+            around("decentralized", outer_step(when=Every(3), then=SlowStep(0.5), label="outer")),
         ],
-        ids=["local_sgd", "slowmo", "diloco", "eager"],
+        ids=["local_sgd", "slowmo", "diloco", "eager", "weights in bytes", "streaming", "around gossip"],
     )
     def algorithm(self, request):
         return request.param
@@ -73,19 +88,35 @@ class TestLocalUpdates(AlgorithmContract):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "hosts"),
     [
-        DiLoCoAlgorithm(4, start_after=3, start_with="power_sgd"),
-        LocalSGDAlgorithm(3, start_after=4),
-        Algorithm.of(Exchange(Gradients(), Every(), Mean(), Replace(), lag=1)),
-        SparseLoCoAlgorithm(3, start_after=4, block_numel=8, kept=4),
+        (DiLoCoAlgorithm(4, start_after=3, start_with="power_sgd"), [2]),
+        (LocalSGDAlgorithm(3, start_after=4), [2]),
+        (Algorithm.of(Exchange(Gradients(), Every(), Mean(), Replace(), lag=2)), [2]),
+        (SparseLoCoAlgorithm(3, start_after=4, block_numel=8, kept=4), [2]),
+        (SparseLoCoAlgorithm(4, start_after=0, error_feedback="weights", hierarchical=False), [2]),
+        (Algorithm.of(outer_step(ErrorFeedback(PowerSGDReducer(1)), lag=2)), [2]),
+        (around("decentralized", outer_step(when=Every(6), lag=4, label="outer")), [2]),
+        (DiLoCoAlgorithm(4, fragments=2, overlap=2, codec="int4", error_feedback=True, inner="bytegrad"), [2, 2]),
     ],
-    ids=repr,
+    ids=["power_sgd", "local_sgd", "late gradients", "sparse_loco", "in weights", "factors", "gossip", "hosts"],
 )
-def test_what_has_phases_or_a_delay_resumes_at_each_step_and_knows_no_scale(algorithm, pool):
+def test_what_has_phases_or_a_delay_resumes_at_each_step_and_knows_no_scale(algorithm, hosts, pool):
     contract = AlgorithmContract()
-    contract.test_training_resumes_bit_exactly_with_the_saved_buckets(algorithm, pool)
-    contract.test_the_scale_of_the_loss_changes_nothing(algorithm, pool)
+    on_hosts = SimpleNamespace(run=lambda *arguments, size: pool.run(*arguments, hosts=hosts))
+    contract.test_training_resumes_bit_exactly_with_the_saved_buckets(algorithm, on_hosts)
+    contract.test_the_scale_of_the_loss_changes_nothing(algorithm, on_hosts)
+
+
+def test_streaming_is_an_exchange_of_parts_that_starts_earlier():
+    """test_pairs.py trains with such exchanges of any parts and lag, and says what has to come of it."""
+    options = {"outer_lr": 0.7, "outer_momentum": 0.9, "hierarchical": False}
+    blended = DiLoCoAlgorithm(6, fragments=3, overlap=2, blend=0.5, **options).outer_exchange
+    parts = Parts(3, "strided")
+    assert blended == outer_step(land=Blend(0.5), when=Every(6, offset=-2), lag=2, parts=parts)
+    learned = DiLoCoAlgorithm(6, fragments=2, fragment_order="bytes", mix="add", **options).outer_exchange
+    assert learned == outer_step(land=Add(), when=Every(6), parts=Parts(2, "bytes"))
+    assert DiLoCoAlgorithm(4, **options).outer_exchange == outer_step(parts=Parts(1, "strided"))
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,15 +178,16 @@ def test_local_sgd_in_few_bits_or_with_overlap_is_a_whole_step_along_what_was_le
     assert not flat.how.hierarchical
 
 
-def test_what_is_learned_during_an_exchange_of_local_sgd_is_kept(thread_ranks):
-    replicas, every, overlap = Replicas(2, optimizer_of), 4, 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_learned_during_an_exchange_of_local_sgd_is_kept(thread_ranks, size):
+    replicas, every, overlap = Replicas(size, optimizer_of), 4, 2
     for number in range(STEPS):
         replicas.step(number)
         if number % every == every - 1 - overlap:
             sent = replicas.rows
         elif number % every == every - 1:
             replicas.rows = replicas.rows - sent + sent.mean(dim=0)
-    replicas.assert_equals(thread_ranks(2, train, LocalSGDAlgorithm(every, overlap=overlap)))
+    replicas.assert_equals(thread_ranks(size, train, LocalSGDAlgorithm(every, overlap=overlap)))
 
 
 # Against the papers.
@@ -306,67 +338,6 @@ def test_nothing_of_before_comes_into_weights_that_are_loaded(algorithm, loaded_
     assert_close(loop.train(9), others)
 
 
-class Streaming:
-    """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
-
-    def __init__(
-        self,
-        size: int,
-        every: int,
-        fragments: int,
-        overlap: int,
-        keep: float | None,
-    ) -> None:
-        self.replicas = Replicas(size, optimizer_of)
-        self.every, self.overlap, self.keep = every, overlap, keep
-        self.anchor = {name: torch.nn.Parameter(one) for name, one in self.replicas.weights()[0].items()}
-        layers = ["0", "2", "4"]
-        self.cut = [
-            [f"{one}.{kind}" for one in layers[p::fragments] for kind in ("weight", "bias")] for p in range(fragments)
-        ]
-        self.outer = [nesterov([self.anchor[name] for name in names]) for names in self.cut]
-        self.sent: dict[tuple[int, int], list[dict[str, torch.Tensor]]] = {}
-
-    def step(self, t: int) -> None:
-        """Inner step ``t``, from 1, and what is due after it."""
-        self.replicas.step(t - 1)
-        for p in range(len(self.cut)):
-            due = (p + 1) * self.every // len(self.cut) % self.every
-            if (t + self.overlap) % self.every == due:
-                self.sent[p, t + self.overlap] = self.replicas.weights()
-            if (p, t) in self.sent:
-                self.apply(p, self.sent.pop((p, t)))
-
-    @torch.no_grad()
-    def apply(self, p: int, sent: list[dict[str, torch.Tensor]]) -> None:
-        before = {name: self.anchor[name].clone() for name in self.cut[p]}
-        for name, value in before.items():
-            self.anchor[name].grad = torch.stack([value - one[name] for one in sent]).mean(dim=0)
-        self.outer[p].step()
-        for named, start in zip(self.replicas.named, sent, strict=True):
-            for name in before:
-                if self.keep is None:
-                    named[name].add_(self.anchor[name] - start[name])
-                else:
-                    named[name].copy_(self.keep * named[name] + (1 - self.keep) * self.anchor[name])
-
-
-@pytest.mark.parametrize("mix", ["blend", "add"])
-@pytest.mark.parametrize(
-    ("size", "every", "fragments", "overlap"), [(2, 6, 3, 2), (2, 5, 2, 4), (2, 4, 1, 0), (1, 4, 1, 0), (1, 3, 1, 1)]
-)
-def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, size, every, fragments, overlap, mix):
-    """Fragment p is applied after steps t with t mod H = (p + 1) H // P mod H, from weights ``overlap`` steps older."""
-    blend = 0.5 if mix == "blend" and overlap else 0.0
-    expected = Streaming(size, every, fragments, overlap, None if mix == "add" else blend)
-    options = {"fragments": fragments, "overlap": overlap, "mix": mix, "blend": blend}
-    algorithm = DiLoCoAlgorithm(every, **options, outer_lr=0.7, outer_momentum=0.9)
-    watched = thread_ranks(size, train_and_watch, algorithm)
-    for t in range(1, STEPS + 1):
-        expected.step(t)
-        expected.replicas.assert_equals([states[t - 1] for states in watched])
-
-
 @pytest.mark.parametrize("line_numel", [16, 16 * 12, 10**6], ids=["nearly all fused", "a part", "none"])
 @pytest.mark.parametrize(
     "options",
@@ -486,22 +457,6 @@ def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypa
     assert (len(first), second) == (3, [])
 
 
-def test_post_local_sgd_of_torch_is_local_sgd(process_ranks):
-    for ours, of_torch in process_ranks(2, both_post_local_sgd):
-        assert_close(ours, of_torch)
-
-
-def both_post_local_sgd() -> tuple[State, State]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It still uses torch.jit.
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-        from torch.distributed.optim import PostLocalSGDOptimizer
-
-    averager = PeriodicModelAverager(period=3, warmup_steps=2)
-    loop = Loop(lambda model, _: model, mlp, lambda own: PostLocalSGDOptimizer(optimizer_of(own), averager))
-    return train(LocalSGDAlgorithm(3)), loop.train(STEPS)
-
-
 # What users meet.
 
 
@@ -589,14 +544,19 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
     thread_ranks(2, wrap)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
-def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
-    expected = Anchored(2, functools.partial(kind, lr=0.1), make_optimizer=optimizer_of)
+@pytest.mark.parametrize(
+    "outer",
+    [NESTEROV, *(Outer(getattr(torch.optim, name), lr=0.1) for name in ("Adagrad", "NAdam", "Rprop", "ASGD"))],
+    ids=repr,
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_outer_optimizers_step_the_anchor(thread_ranks, outer, size):
+    expected = Anchored(size, outer.make, make_optimizer=optimizer_of)
     for number in range(STEPS):
         expected.step(number)
         if number % 4 == 3:
             expected.outer_step()
-    expected.assert_equals(thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1))))
+    expected.assert_equals(thread_ranks(size, train, DiLoCoAlgorithm(4, outer=outer)))
 
 
 class Halting(torch.optim.SGD):

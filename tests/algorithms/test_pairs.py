@@ -100,7 +100,8 @@ INNER = [
 ]
 OUTER = [
     Case("difference", period=3),
-    Case("blended", period=6, lag=2, parts=3),
+    Case("blended", period=6, lag=2, parts=3, offset=-2),
+    Case("learned", period=5, lag=4, parts=2, offset=-4),
     Case("added", period=3, lag=3),
     Case("difference", period=3, topology="one_peer_exponential"),
 ]
