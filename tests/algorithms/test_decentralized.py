@@ -25,15 +25,13 @@ from bagua.algorithms import (
 )
 from bagua.compression import Identity, MinMaxUInt8
 from bagua.errors import ConfigurationError
-from bagua.parallel import bagua_init, with_bagua
-from bagua.topology import Hierarchical, Ring
+from bagua.parallel import with_bagua
 from tests.algorithms.replicas import Replicas
 from tests.harness import State, adam, batch, mlp, seeded, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 from tests.topologies import ONE_WAY, STAR, Made, graph
 
 STEPS = 6
-Matrix = torch.Tensor
 
 
 def model() -> nn.Module:
@@ -47,11 +45,9 @@ def loss(network: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.mse_loss(network(inputs.double()), targets.double())
 
 
-def train(algorithm: Algorithm, make_optimizer=sgd, **options) -> State:
-    def wrap(network: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        return bagua_init(network, optimizer, algorithm, bucket_bytes=100, **options)[0]
-
-    loop = Loop(wrap, model, make_optimizer, loss)
+def train(algorithm: Algorithm, make_optimizer=sgd, *, fusion: bool = True) -> State:
+    options = {"distributed_algorithm": algorithm, "bucket_bytes": 100, "fusion": fusion}
+    loop = Loop("bagua_init", model, make_optimizer, loss, **options)
     loop.train(STEPS)
     loop.wrapped.bagua_state_dict()
     return snapshot(loop.model)
@@ -61,33 +57,9 @@ def simulation_of(size: int, make_optimizer=sgd) -> Replicas:
     return Replicas(size, make_optimizer, model, loss)
 
 
-def simulated(matrices: list[Matrix], make_optimizer=sgd) -> Replicas:
-    """``x_i <- sum_j W_ij x_j - lr u(g_i(x_i))``, with one matrix for each exchange."""
-    simulation = simulation_of(len(matrices[0]), make_optimizer)
-    for step in range(STEPS):
-        simulation.backward(step)
-        simulation.rows = matrices[step % len(matrices)] @ simulation.rows
-        simulation.update()
-    return simulation
-
-
-def mean(size: int) -> Matrix:
-    return torch.full((size, size), 1 / size, dtype=torch.float64)
-
-
-def paired(size: int, pairs: list[tuple[int, int]]) -> Matrix:
-    matrix = torch.eye(size, dtype=torch.float64)
-    for first, second in pairs:
-        matrix[[first, first, second, second], [first, second, first, second]] = 0.5
-    return matrix
-
-
-def thirds(size: int) -> Matrix:
-    """A ring where each takes a third of both sides; two ranks take half of each other."""
-    if size < 3:
-        return mean(size)
-    ones = torch.eye(size, dtype=torch.float64)
-    return (ones + ones.roll(1, dims=0) + ones.roll(-1, dims=0)) / 3
+#: Weights of three ranks, not alike in both directions, and a meeting of two of them.
+LEANING = [[0.7, 0.3, 0.0], [0.1, 0.6, 0.3], [0.2, 0.1, 0.7]]
+MEETING = [[0.5, 0.0, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]
 
 
 def test_each_algorithm_is_one_exchange_of_weights_with_neighbours():
@@ -102,50 +74,36 @@ def test_each_algorithm_is_one_exchange_of_weights_with_neighbours():
     )
 
 
-def test_the_optimizer_is_the_users(thread_ranks):
-    results = thread_ranks(2, functools.partial(train, fusion=False), DecentralizedAlgorithm(), adam)
-    simulated([mean(2)], make_optimizer=adam).assert_equals(results)
-
-
-def test_a_topology_of_ones_own(thread_ranks):
-    matrices = [
-        torch.tensor([[0.7, 0.3, 0.0], [0.1, 0.6, 0.3], [0.2, 0.1, 0.7]], dtype=torch.float64),
-        paired(3, [(0, 2)]),
-    ]
-    topology = Made(lambda size, step, nodes: matrices[(step - 1) % 2])
-    results = thread_ranks(3, train, DecentralizedAlgorithm(peer_selection_mode=topology))
-    simulated(matrices).assert_equals(results)
+THIRD, SIXTH = 1 / 3, 1 / 6
 
 
 @pytest.mark.parametrize(
-    ("hosts", "mode", "rows"),
+    ("hosts", "mode", "flat", "rounds"),
     [
         # Hosts of sizes s and t that meet end with the mean over their ranks.
-        ([2, 1], "shift_one", [[1 / 3] * 3] * 3),
-        ([1, 3], "all", [[1 / 4] * 4] * 4),
+        ([2, 1], "shift_one", False, [[[THIRD] * 3] * 3]),
         # On a star of hosts, host i takes u min(s_i, s_j) / s_i of the mean of host j.
         (
             [2, 1, 1],
             STAR,
-            [
-                [1 / 3, 1 / 3, 1 / 6, 1 / 6],
-                [1 / 3, 1 / 3, 1 / 6, 1 / 6],
-                [1 / 6, 1 / 6, 2 / 3, 0],
-                [1 / 6, 1 / 6, 0, 2 / 3],
-            ],
+            False,
+            [[[THIRD, THIRD, SIXTH, SIXTH]] * 2 + [[SIXTH, SIXTH, 2 / 3, 0], [SIXTH, SIXTH, 0, 2 / 3]]],
         ),
+        ([1, 2], graph(LEANING), True, [LEANING]),
+        ([3], Made(lambda size, step, nodes: (LEANING, MEETING)[(step - 1) % 2]), False, [LEANING, MEETING]),
     ],
-    ids=["pair", "all", "star"],
+    ids=["pair", "star", "flat", "in turns"],
 )
-def test_on_uneven_hosts_the_mean_over_ranks_is_kept(thread_ranks, hosts, mode, rows):
-    algorithm = DecentralizedAlgorithm(peer_selection_mode=mode)
-    results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
-    simulated([torch.tensor(rows, dtype=torch.float64)]).assert_equals(results)
-
-
-def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
-    algorithm = DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="ring")
-    simulated([thirds(4)]).assert_equals(thread_ranks(4, train, algorithm, hosts=[1, 3]))
+def test_each_step_is_a_product_with_the_matrix_of_its_round(thread_ranks, hosts, mode, flat, rounds):
+    """``x_i <- sum_j W_ij x_j - lr u(g_i(x_i))``; the optimizer is the user's."""
+    algorithm = DecentralizedAlgorithm(hierarchical=not flat, peer_selection_mode=mode)
+    results = thread_ranks(sum(hosts), functools.partial(train, fusion=not flat), algorithm, adam, hosts=hosts)
+    simulation = simulation_of(sum(hosts), adam)
+    for step in range(STEPS):
+        simulation.backward(step)
+        simulation.rows = torch.tensor(rounds[step % len(rounds)], dtype=torch.float64) @ simulation.rows
+        simulation.update()
+    simulation.assert_equals(results)
 
 
 # In low precision.
@@ -162,14 +120,14 @@ def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
     topology = "complete" if whole else graph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]], symmetric=True)
     algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), topology=topology)
     results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
-    means = torch.block_diag(*(mean(size) for size in hosts))
+    means = torch.block_diag(*(torch.full((size, size), 1 / size, dtype=torch.float64) for size in hosts))
     spread = torch.zeros(sum(hosts), sum(hosts), dtype=torch.float64)
     nodes = [host for host, size in enumerate(hosts) for _ in range(size)]
     for i, host in enumerate(nodes):
         for j, other in enumerate(nodes):
             spread[i, j] = between[host][other] / hosts[other]
     simulation = simulation_of(sum(hosts))
-    replicas: Matrix | None = None
+    replicas: torch.Tensor | None = None
     for step in range(STEPS):
         simulation.backward(step)
         simulation.update()
@@ -279,15 +237,3 @@ def test_a_parameter_that_no_optimizer_steps_is_named():
     network = mlp()
     with pytest.raises(ConfigurationError, match=r"2\.bias"):
         with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")
-
-
-# As a value.
-
-
-def test_a_topology_as_an_option_prints_and_is_compared():
-    algorithm = DecentralizedAlgorithm(peer_selection_mode=Hierarchical(Ring()))
-    assert repr(algorithm) == (
-        "DecentralizedAlgorithm(hierarchical=True, peer_selection_mode=Hierarchical(between_hosts=Ring()), "
-        "communication_interval=1)"
-    )
-    assert algorithm == DecentralizedAlgorithm(peer_selection_mode=Hierarchical(Ring()))
