@@ -101,7 +101,10 @@ class Case:
         at: Any = self.at
         if self.subject == "gradients":
             at = "backward ends" if self.parts > 1 else None
-        return Exchange(what, Every(self.period, self.offset), self.how, then, at=at, lag=self.lag, parts=parts)
+        until: Any = at if at == "bucket ready" else None
+        return Exchange(
+            what, Every(self.period, self.offset), self.how, then, at=at, until=until, lag=self.lag, parts=parts
+        )
 
     @property
     def until(self) -> str:
@@ -134,6 +137,9 @@ class Case:
     @property
     def refusal(self) -> str:
         """Why the values contradict each other; empty if they do not. By the text of the rules, not by the code."""
+        of_how = self._refusal_of_codec if self.codec and self.topology else ""
+        if self.at == "bucket ready" and self.parts > 1 and self.subject != "gradients" and not of_how:
+            return "only parts by arrival"
         if self.codec and self._refusal_of_codec:
             return self._refusal_of_codec
         if self.subject == "gradients":
@@ -181,7 +187,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "feedback": [False, True],
     "resumed": [False, True],
     "loop": ["plain", "accumulated", "clipped", "scaled"],
-    "at": ["safe", "backward begins", "backward ends", "stepped"],
+    "at": ["safe", "backward begins", "bucket ready", "backward ends", "stepped"],
 }
 
 #: Values that stand for all others where it matters whether a case is legal.
@@ -191,7 +197,7 @@ _KINDS: dict[str, Sequence[Any]] = {
     "topology": ["", "ring", "shift_one"],
     "resumed": [False],
     "loop": ["plain"],
-    "at": ["stepped", "backward begins"],
+    "at": ["stepped", "backward begins", "bucket ready"],
 }
 
 #: Two fields with a value each.

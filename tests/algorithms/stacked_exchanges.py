@@ -137,6 +137,7 @@ class Simulation:
         self.exchange_weights("backward begins", number + 1)
         for piece in self.of_gradients:
             piece.exchange_gradients(gradients, number + 1)
+        self.exchange_weights("bucket ready", number + 1)
         self.exchange_weights("backward ends", number + 1)
         for one in gradients.values():
             one.div_(SCALE if self.loop == "scaled" else 1.0)

@@ -57,8 +57,9 @@ def switch_through(names: list[str], make_optimizer: OptimizerMaker) -> list[tup
     return seen
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adam, QuickToWarmUp], ids=["momentum", "adam", "qadam"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "make_optimizer"), [(2, sgd), (3, adam), (2, QuickToWarmUp)], ids=["momentum", "adam", "qadam"]
+)
 def test_training_goes_on_through_all_algorithms_and_back(thread_ranks, size, make_optimizer):
     names = fitting(make_optimizer)
     path = [*names, *reversed(names)]

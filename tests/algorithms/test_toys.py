@@ -7,8 +7,8 @@ import torch
 
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.parallel import with_bagua
-from tests.algorithms.replicas import Replicas, plain_sgd
-from tests.algorithms.toys import DelayedGossip, LocalSgd, MeetNeighbour, OwnSgd, WarmsUp
+from tests.algorithms.replicas import plain_sgd
+from tests.algorithms.toys import LocalSgd, OwnSgd, WarmsUp
 from tests.harness import (
     State,
     assert_close,
@@ -17,21 +17,6 @@ from tests.harness import (
     snapshot,
 )
 from tests.parallel.wrapping import Loop, assert_trained
-
-
-def test_a_result_with_lag_1_is_used_one_step_later(thread_ranks):
-    """In each backward, before the next exchange starts: ``x <- x + (mixed - sent)`` of the step before."""
-    size, steps = 4, 5
-    ranks, changes = Replicas(size), torch.zeros(())
-    for step in range(steps):
-        before = ranks.rows
-        ranks.step(step)  # Gradients are taken before the change is added.
-        updated = ranks.rows - before
-        sent = before + changes
-        peers = [MeetNeighbour.peer(rank, size, step) for rank in range(size)]
-        changes = (sent[peers] - sent) / 2
-        ranks.rows = sent + updated
-    ranks.assert_equals(thread_ranks(size, lambda: _loop(DelayedGossip()).train(steps)))
 
 
 def _loop(algorithm: Algorithm) -> Loop:

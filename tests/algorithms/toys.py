@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms import (
-    Add,
     Algorithm,
     Every,
     Exchange,
@@ -28,37 +27,6 @@ from bagua.algorithms import (
 from bagua.comm import ProcessGroup, Work
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.primitives import ReducerMemory, State
-
-
-@dataclass(frozen=True)
-class MeetNeighbour(How):
-    """Mean with one neighbour on a ring, which changes with the step."""
-
-    uniform: ClassVar[bool] = False  # type: ignore[misc]
-
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
-        peer = self.peer(group.rank, group.size, flight.step)
-        if peer == group.rank:
-            return
-        received = torch.empty_like(flight.flat)
-        group.global_communicator.sendrecv(received, flight.flat, peer, peer)
-        flight.flat.add_(received).div_(2)
-
-    @staticmethod
-    def peer(rank: int, size: int, step: int) -> int:
-        """Ranks (0, 1), (2, 3), ... in even steps, (1, 2), (3, 4), ... in odd ones; on a ring if the size is even."""
-        other = rank + 1 if (rank + step) % 2 == 0 else rank - 1
-        if size % 2 == 0:
-            return other % size
-        return other if 0 <= other < size else rank
-
-
-@dataclass(frozen=True)
-class DelayedGossip(Algorithm):
-    """Mix weights with one neighbour on a ring, which changes with the step; the result is used a step later."""
-
-    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
-        return (Exchange(Weights(), Every(), MeetNeighbour(), Add(), at="bucket ready", until="bucket ready", lag=1),)
 
 
 @dataclass(frozen=True)
