@@ -29,7 +29,7 @@ from bagua.algorithms import (
 )
 from bagua.compression import BlockTopK
 from bagua.primitives import AllGatherReducer, ErrorFeedback
-from tests.algorithms.test_gradients_in_parts import BY_LAYER
+from tests.algorithms.test_exchanges import BY_LAYER
 from tests.algorithms.toys import (
     LocalSgd,
     QuickOneBitAdam,

@@ -27,34 +27,24 @@ from bagua.compression import Identity, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.algorithms.replicas import Replicas
-from tests.harness import State, adam, batch, mlp, seeded, sgd, snapshot, train_steps
+from tests.algorithms.stacked import loss_of, model_of
+from tests.harness import State, adam, batch, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 from tests.topologies import ONE_WAY, STAR, Made, graph
 
 STEPS = 6
 
 
-def model() -> nn.Module:
-    """In double precision, so that what is rounded to bytes is rounded alike by everyone."""
-    with seeded():
-        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-
-
-def loss(network: nn.Module, rank: int, step: int) -> torch.Tensor:
-    inputs, targets = batch(rank, step)
-    return nn.functional.mse_loss(network(inputs.double()), targets.double())
-
-
 def train(algorithm: Algorithm, make_optimizer=sgd, *, fusion: bool = True) -> State:
-    options = {"distributed_algorithm": algorithm, "bucket_bytes": 100, "fusion": fusion}
-    loop = Loop("bagua_init", model, make_optimizer, loss, **options)
+    options = {"distributed_algorithm": algorithm, "bucket_bytes": 1500, "fusion": fusion}
+    loop = Loop("bagua_init", model_of, make_optimizer, loss_of, **options)
     loop.train(STEPS)
     loop.wrapped.bagua_state_dict()
     return snapshot(loop.model)
 
 
 def simulation_of(size: int, make_optimizer=sgd) -> Replicas:
-    return Replicas(size, make_optimizer, model, loss)
+    return Replicas(size, make_optimizer, model_of, loss_of)
 
 
 #: Weights of three ranks, not alike in both directions, and a meeting of two of them.

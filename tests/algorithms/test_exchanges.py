@@ -42,6 +42,7 @@ from bagua.algorithms import (
 from bagua.comm import ProcessGroup, Work
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.compression import MinMaxUInt8, TopK
+from bagua.engine.formation import Formation
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import bagua_init, with_bagua
@@ -49,7 +50,16 @@ from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, S
 from tests.algorithms.replicas import Replicas, plain_sgd
 from tests.contract.algorithms import promised_by
 from tests.harness import State as Snapshot
-from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, mlp, reference, snapshot
+from tests.harness import (
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())
@@ -69,6 +79,7 @@ STREAMING = Algorithm.of(
 )
 
 
+BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
 SLOWMO = around("gradient_allreduce", Exchange(Difference(), Every(4), Mean(), SlowStep(0.5), label="outer"))
 GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(), SlowStep(0.5), label="outer"))
 
@@ -302,6 +313,39 @@ def test_gradients_are_divided_once(thread_ranks, algorithm):
     expected = reference(mlp(), plain_sgd, 2, range(3))
     for state in thread_ranks(2, train_for, algorithm, 3):
         assert_close(state, expected)
+
+
+@on_ranks(2)
+def test_a_sum_of_gradients_that_nobody_used_stays_none():
+    model = torch.nn.ModuleList([mlp(), torch.nn.Linear(2, 2)])
+    algorithm = Algorithm.of(dataclasses.replace(BY_LAYER, how=Sum()))
+    wrapped = with_bagua(model, [sgd(model.parameters())], algorithm, find_unused_parameters=True)
+    for step in range(2):
+        loss_of(wrapped[0], bagua.comm.get_rank(), step).backward()
+    assert [one.grad is None for one in model.parameters()] == [False] * 6 + [True] * 2
+
+
+@dataclass(frozen=True)
+class OwnShare(Replace):
+    """Gradients become what this rank sent, once it is known to have been sent."""
+
+    def start(self, flight: Flight) -> None:
+        flight.keep()
+
+    def fold(self, flight: Flight) -> None:
+        assert flight.sent is not None
+        flight.flat.copy_(flight.sent)
+        super().fold(flight)
+
+
+@pytest.mark.parametrize("parts", [Parts(), BY_LAYER.parts], ids=["arrival", "strided"])
+def test_what_was_sent_is_known_without_the_factor_of_the_mean(thread_ranks, parts, monkeypatch):
+    monkeypatch.setattr(Formation, "concern_step", lambda *_: None)  # Each rank steps with its own gradients.
+    algorithm = Algorithm.of(dataclasses.replace(BY_LAYER, then=OwnShare(), parts=parts))
+    for rank, state in enumerate(thread_ranks(2, train_for, algorithm, 6)):
+        alone = mlp()
+        train_steps(alone, plain_sgd(alone.parameters()), rank, range(6))
+        assert_close(state, snapshot(alone))
 
 
 @pytest.mark.parametrize("how", [Mean(), Mean(ErrorFeedback(BYTES))], ids=["exact", "residuals"])

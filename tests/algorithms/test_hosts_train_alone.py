@@ -21,33 +21,26 @@ from bagua.algorithms import (
     Mean,
     Outer,
     OuterStep,
+    Parts,
     Replace,
     SlowMoAlgorithm,
-    around,
 )
 from tests.algorithms.replicas import Replicas
-from tests.harness import Losses, State, assert_same_on_all_ranks, batch, mlp, snapshot
+from tests.algorithms.stacked import loss_of, model_of
+from tests.harness import Losses, State, assert_same_on_all_ranks, mlp, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank
 
 STEPS = 13
 INNER = "gradient_allreduce"
 OUTER = {"outer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5}
-
-
-def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    inputs, targets = (one.double() for one in batch(rank, number))
-    return nn.functional.mse_loss(model(inputs), targets)
+WHOLE_STEP = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
 
 
-def double() -> nn.Module:
-    return mlp().double()
-
-
-def loop_of(algorithm: Algorithm | str, losses: Losses = loss) -> Loop:
+def loop_of(algorithm: Algorithm | str, losses: Losses = loss_of) -> Loop:
     """In double precision."""
     return Loop("with_bagua", lambda: of_this_rank().double(), optimizer_of, losses, algorithm=algorithm)
 
@@ -57,7 +50,7 @@ def train(algorithm: Algorithm | str, steps: int = STEPS, share: int | None = No
 
     def losses(model: nn.Module, rank: int, number: int) -> torch.Tensor:
         batches = [rank] if share is None else range(rank * share, (rank + 1) * share)
-        return sum(loss(model, one, number) for one in batches) / len(batches)
+        return sum(loss_of(model, one, number) for one in batches) / len(batches)
 
     loop = loop_of(algorithm, losses)
     return [loop.train() for _ in range(steps)]
@@ -75,9 +68,9 @@ class Hosts(Replicas):
     def __init__(self, sizes: Sequence[int], batches: Sequence[int] = (STEPS,) * 4) -> None:
         def losses(model: nn.Module, host: int, number: int) -> torch.Tensor:
             ranks = range(sum(sizes[:host]), sum(sizes[: host + 1]))
-            return sum(loss(model, rank, number) * (number < batches[rank]) for rank in ranks) / len(ranks)
+            return sum(loss_of(model, rank, number) * (number < batches[rank]) for rank in ranks) / len(ranks)
 
-        super().__init__(len(sizes), optimizer_of, double, losses)
+        super().__init__(len(sizes), optimizer_of, model_of, losses)
         self.parts = torch.tensor(sizes).double() / sum(sizes)
         self.anchor = nn.Parameter(self.rows[0])
         self.outer = torch.optim.SGD([self.anchor], lr=0.5, momentum=0.5)
@@ -107,7 +100,7 @@ def test_a_host_contributes_what_its_ranks_with_data_learn(thread_pool, batches)
     assert_equal_in_double(ends, [expected.states()[0]] * 4)
 
 
-@pytest.mark.parametrize("hosts", [[2, 2], [1, 3]], ids=str)
+@pytest.mark.parametrize("hosts", [[2, 2], [1, 3], [1, 1, 1], [3]], ids=str)
 def test_hosts_train_as_in_plain_torch(thread_pool, hosts):
     expected = Hosts(hosts)
     watched = thread_pool.run(train, DiLoCoAlgorithm(4, **OUTER, inner=INNER), hosts=hosts)
@@ -140,43 +133,27 @@ def test_a_host_trains_as_one_rank_with_its_data(thread_pool, algorithm: Callabl
         assert_equal_in_double(states, alone[rank // 2])
 
 
-def test_one_rank_on_each_host_trains_as_without_inner(thread_pool):
-    for one, other in zip(
-        thread_pool.run(train, DiLoCoAlgorithm(4, inner=INNER), hosts=[1, 1, 1]),
-        thread_pool.run(train, DiLoCoAlgorithm(4), hosts=[1, 1, 1]),
-        strict=True,
-    ):
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
-
-
-def test_one_host_averages_gradients_and_looks_ahead(thread_pool):
-    together = thread_pool.run(train, INNER, hosts=[3])
-    for algorithm in (
+@pytest.mark.parametrize(
+    "algorithm",
+    [
         LocalSGDAlgorithm(4, inner=INNER),
-        DiLoCoAlgorithm(4, outer="sgd", outer_lr=1.0, outer_momentum=0.0, inner=INNER),
-        DiLoCoAlgorithm(
-            4, outer="sgd", outer_lr=1.0, outer_momentum=0.0, codec="int2", error_feedback=True, inner=INNER
-        ),
-    ):
-        for states, expected in zip(thread_pool.run(train, algorithm, hosts=[3]), together, strict=True):
-            assert_equal_in_double(states, expected)
-    ahead = Hosts([3])
-    watched = thread_pool.run(train, DiLoCoAlgorithm(4, **OUTER, inner=INNER), hosts=[3])
-    for number in range(STEPS):
-        ahead.step(number)
-        if number % 4 == 3:
-            ahead.outer_step()
-    assert_equal_in_double([states[-1] for states in watched], ahead.states() * 3)
-
-
-def test_the_same_can_be_composed(thread_pool):
-    inside = Algorithm.of(Exchange(Gradients(), Every(), Mean(over="inside"), Replace()))
-    step = OuterStep(Outer(torch.optim.SGD, lr=0.5, momentum=0.5))
-    between = Exchange(Difference(), Every(4), Mean(over="between"), step)
-    composed = thread_pool.run(train, around(inside, between), hosts=[2, 2])
-    named = thread_pool.run(train, DiLoCoAlgorithm(4, **OUTER, inner=INNER), hosts=[2, 2])
-    for states, expected in zip(composed, named, strict=True):
+        DiLoCoAlgorithm(4, **WHOLE_STEP, inner=INNER),
+        DiLoCoAlgorithm(4, **WHOLE_STEP, codec="int2", error_feedback=True, inner=INNER),
+    ],
+    ids=["local_sgd", "diloco", "codec"],
+)
+def test_one_host_averages_gradients(thread_pool, algorithm):
+    together = thread_pool.run(train, INNER, hosts=[3])
+    for states, expected in zip(thread_pool.run(train, algorithm, hosts=[3]), together, strict=True):
         assert_equal_in_double(states, expected)
+
+
+def test_the_same_can_be_composed():
+    inside, between = DiLoCoAlgorithm(4, **OUTER, inner=INNER).exchanges()
+    assert inside == Exchange(Gradients(), Every(), Mean(over="inside"), Replace(), label="inner")
+    step = OuterStep(Outer(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=False))
+    whole = Parts(1, "strided")
+    assert between == Exchange(Difference(), Every(4), Mean(over="between"), step, parts=whole)
 
 
 def bytes_of_an_outer_step() -> dict[str, int]:

@@ -46,8 +46,9 @@ from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, ReducerMemory, ScatterGatherReducer, SumReducer
 from tests.algorithms.replicas import Anchored, Replicas, plain_sgd
+from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, live_bytes, mlp, seeded, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, live_bytes, mlp, seeded, snapshot
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 from tests.versions import needs
 
@@ -909,15 +910,6 @@ def test_the_anchor_may_be_kept_narrow_or_on_the_host(thread_ranks):
 RANKS, LONG, TOGETHER, EVERY = 3, 31, 7, 4
 
 
-def double() -> nn.Module:
-    return mlp().double()
-
-
-def loss_in_double(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    inputs, targets = (one.double() for one in batch(rank, step))
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
 class Inner(torch.optim.AdamW):
     """AdamW whose learning rate falls to nearly nothing."""
 
@@ -929,9 +921,7 @@ class Inner(torch.optim.AdamW):
 
 
 def train_on_a_cosine() -> list[State]:
-    loop = Loop(
-        "with_bagua", double, Inner, losses=loss_in_double, algorithm=DiLoCoAlgorithm(EVERY, start_after=TOGETHER)
-    )
+    loop = Loop("with_bagua", model_of, Inner, losses=loss_of, algorithm=DiLoCoAlgorithm(EVERY, start_after=TOGETHER))
     watched = []
     for _ in range(LONG):
         watched.append(loop.train())
@@ -943,7 +933,7 @@ def test_diloco_around_adam_is_that_of_the_paper_in_every_step(thread_ranks):
     """Adam's moments, its weight decay and its schedule stay each rank's own, and go on across outer steps."""
     watched = thread_ranks(RANKS, train_on_a_cosine)
     outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
-    expected = Anchored(RANKS, outer, make_optimizer=Inner, make=double, losses=loss_in_double)
+    expected = Anchored(RANKS, outer, make_optimizer=Inner, make=model_of, losses=loss_of)
     for step in range(LONG):
         expected.backward(step)
         if step < TOGETHER:

@@ -13,13 +13,13 @@ from bagua.algorithms import Algorithm, Difference, Every, Exchange, Flight, How
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory, State
-from tests.algorithms.replicas import plain_sgd
+from tests.algorithms.replicas import Replicas, plain_sgd
 from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract
 from tests.parallel.wrapping import Loop
 from tests.topologies import DRAWN_PAIRS
 
-SIZE, RATE = 4, 0.1
+SIZE = 4
 
 
 # Push-sum. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", 2019.
@@ -86,26 +86,19 @@ def train(algorithm: Algorithm, steps: int) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
 
 
-def gradient_of(flat: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-    model = model_of()
-    torch.nn.utils.vector_to_parameters(flat.clone(), model.parameters())
-    loss_of(model, rank, step).backward()
-    return torch.cat([one.grad.flatten() for one in model.parameters()])
-
-
-def start() -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(model_of().parameters()).detach()
-
-
 def push_sum(steps: int, *, steps_what_is_sent: bool = True) -> torch.Tensor:
     """``x <- A (x - lr g(x / w))``, ``w <- A w``; a row for each rank."""
     columns = torch.eye(SIZE, dtype=torch.float64) / 2
     columns[1:, 0] += 1 / 2 / (SIZE - 1)
     columns[0, 1:] += 1 / 2
-    sent, mass = start().repeat(SIZE, 1), torch.ones(SIZE, 1, dtype=torch.float64)
+    ranks = Replicas(SIZE, plain_sgd, model_of, loss_of)
+    sent, mass = ranks.rows, torch.ones(SIZE, 1, dtype=torch.float64)
     for step in range(steps):
-        gradients = torch.stack([gradient_of(row, rank, step) for rank, row in enumerate(sent / mass)])
-        sent = columns @ (sent - RATE * gradients * (1 if steps_what_is_sent else mass))
+        ranks.rows = sent / mass
+        updates = -ranks.rows
+        ranks.step(step)
+        updates += ranks.rows
+        sent = columns @ (sent + updates * (1 if steps_what_is_sent else mass))
         mass = columns @ mass
     return sent / mass
 
@@ -173,16 +166,15 @@ NOLOCO = Algorithm.of(Exchange(Difference("local"), Every(3), MeetOne(), NoLoCoS
 
 def noloco(steps: int, *, gamma: float = 0.6) -> torch.Tensor:
     """A row for each rank."""
-    weights = start().repeat(SIZE, 1)
-    anchors, momenta = weights.clone(), torch.zeros_like(weights)
+    ranks = Replicas(SIZE, plain_sgd, model_of, loss_of)
+    anchors, momenta = ranks.rows, torch.zeros_like(ranks.rows)
     for step in range(steps):
-        weights = weights - RATE * torch.stack([gradient_of(row, rank, step) for rank, row in enumerate(weights)])
+        ranks.step(step)
         if step % 3 == 2:
             pairs = DRAWN_PAIRS.round(SIZE, (step + 1) // 3, (0,) * SIZE).matrix()
-            momenta = 0.5 * momenta - 0.7 * pairs @ (anchors - weights) + gamma * (pairs @ anchors - anchors)
-            anchors = anchors + momenta
-            weights = anchors.clone()
-    return weights
+            momenta = 0.5 * momenta - 0.7 * pairs @ (anchors - ranks.rows) + gamma * (pairs @ anchors - anchors)
+            ranks.rows = anchors = anchors + momenta
+    return ranks.rows
 
 
 def test_noloco_is_what_the_paper_says(thread_ranks):
