@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, DistributedAlgorithm, QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.algorithms import QAdamAlgorithm
 from bagua.comm import solo_group
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
-from bagua.torch_api.algorithms import q_adam
 from tests.harness import State, assert_same_on_all_ranks, live_bytes, mlp, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
@@ -34,15 +33,6 @@ def loop_of(algorithm: QAdamAlgorithm | str = "qadam") -> Loop:
 
 def train(algorithm: QAdamAlgorithm) -> State:
     return loop_of(algorithm).train(STEPS)
-
-
-def test_flat_and_hierarchical_differ_only_between_hosts(thread_ranks):
-    flat = thread_ranks(3, train, QAdamAlgorithm(hierarchical=False))
-    one_host = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True))
-    hosts = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True), hosts=[2, 1])
-    assert_same_on_all_ranks([flat[0], one_host[0]])
-    assert_same_on_all_ranks(hosts)
-    assert any(not torch.equal(flat[0][name], value) for name, value in hosts[0].items())
 
 
 def test_parameter_groups_keep_their_own_betas(thread_ranks):
@@ -100,13 +90,6 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_step_only():
     assert finite == [True] * WARMUP + [False, True, True]
 
 
-def test_it_is_found_under_its_names():
-    assert Algorithm.init("qadam") == QAdamAlgorithm() == Algorithm.init(DistributedAlgorithm.QAdam)
-    assert q_adam.QAdamAlgorithm is QAdamAlgorithm
-    assert q_adam.QAdamOptimizer is QAdamOptimizer
-    assert QAdamAlgorithmImpl(solo_group(), None, False).options == QAdamAlgorithm(hierarchical=False)
-
-
 def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it():
     optimizer = qadam(mlp().parameters())
     declaration = QAdamAlgorithm(optimizer, hierarchical=False)
@@ -150,17 +133,6 @@ def test_models_that_it_cannot_train_are_refused_when_they_are_wrapped(thread_ra
     first, second = thread_ranks(2, wrap)
     assert first == second
     assert "QAdamOptimizer" in first or "warmup_steps" in first
-
-
-def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
-    def train_and_reset() -> State:
-        loop = loop_of()
-        loop.train(5)
-        loop.reducer.formation.reset(hierarchical_reduce=False)
-        return loop.train(STEPS - 5)
-
-    whole = thread_ranks(2, train, QAdamAlgorithm())
-    assert_same_on_all_ranks([whole[0], *thread_ranks(2, train_and_reset)])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ PUSH_SUM = (
 
 
 class TestPushSum(AlgorithmContract):
-    sizes = (2, 3)
+    sizes = (1, 2, 3)
 
     @pytest.fixture
     def algorithm(self):

@@ -229,10 +229,6 @@ class AlgorithmContract:
             assert mine == other, "ranks exchanged different buckets"
             assert {step for step, _ in mine} == self.due_steps(algorithm)
 
-    def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
-        if not any(exchange.alone for exchange in algorithm.every_exchange()):
-            assert_close(pool.run(train, algorithm, size=1)[0], self.expected(algorithm, 1))
-
     # What ends badly on one rank.
 
     def test_an_update_that_one_rank_skips_stops_nobody(self, algorithm: Algorithm, pool: RankPool) -> None:
@@ -265,11 +261,6 @@ class AlgorithmContract:
         plain = pool.run(train, algorithm, size=2)
         for before, after in zip(plain, pool.run(train_with_a_growing_scale, algorithm, size=2), strict=True):
             assert_same_on_all_ranks([before, after])
-
-    def test_state_is_saved_under_the_names_of_parameters(self, algorithm: Algorithm, pool: RankPool) -> None:
-        for (saved,) in pool.run(train_and_save, algorithm, size=2):
-            buckets = saved["algorithm"]["buckets"]
-            assert sorted(name for bucket in buckets for name in bucket) == sorted(mlp().state_dict())
 
     def test_switching_away_and_back_is_possible(self, algorithm: Algorithm, pool: RankPool) -> None:
         for state in pool.run(switch_away_and_back, algorithm, size=2):
