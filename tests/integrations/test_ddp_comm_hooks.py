@@ -1,9 +1,13 @@
-"""Communication hooks on torch's DDP: compared with the algorithms that do the same, and with torch's own results."""
+"""Communication hooks on torch's DDP: compared with the algorithms that do the same, and with torch's own results.
+
+And algorithms as such hooks: the same steps as through the engine, and which cannot be hooks.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -18,7 +22,13 @@ import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Gradients, Mean, Replace, TopKAlgorithm
 from bagua.compression import Codec, Identity, MinMaxUInt8, TopK
 from bagua.compression import registry as codecs
-from bagua.errors import CollectiveMismatchError, CommunicationError, ConfigurationError, PeerLostError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    ConfigurationError,
+    PeerLostError,
+    UnsupportedAlgorithmException,
+)
 from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook, register_fsdp_hook
 from bagua.parallel import with_bagua
 from bagua.primitives import (
@@ -46,12 +56,9 @@ pytestmark = pytest.mark.gloo
 
 #: So small that there are several buckets, all of which are under way at a time.
 SEVERAL, ONE = 0.0005, 25.0
-#: Rounds each 64 elements that follow each other in a bucket together.
-BLOCKS = ErrorFeedback(ScatterGatherReducer(MinMaxUInt8(block_numel=64)))
-
-
-#: As ``bytegrad`` between hosts.
+#: As ``bytegrad``; and rounding each 64 elements that follow each other in a bucket together.
 BYTES = ScatterGatherReducer(MinMaxUInt8())
+BLOCKS = ErrorFeedback(ScatterGatherReducer(MinMaxUInt8(block_numel=64)))
 
 
 def low_rank(rank: int) -> SumReducer:
@@ -74,14 +81,6 @@ def _train(state: HookState | None = None, megabytes: float = SEVERAL, wrapper=N
     return snapshot(model.module)
 
 
-def _engine(algorithm: Algorithm) -> State:
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    with_bagua(model, [optimizer], algorithm)
-    train_steps(model, optimizer, bagua.comm.get_rank(), range(4))
-    return snapshot(model)
-
-
 def _to_bfloat16(hook):
     wrapped = default_hooks.bf16_compress_wrapper(hook)
     wrapped.__name__ = "in_bfloat16"  # torch goes by the name to refuse it where there is no CUDA
@@ -101,7 +100,6 @@ def _every_kind() -> dict[str, State]:
         "8 bits of bfloat16, feedback": _train(HookState(BLOCKS), wrapper=_to_bfloat16),
         "low rank": _train(HookState(low_rank(2))),
         "largest": _train(HookState(largest(0.02)), ONE),
-        "largest, engine": _engine(TopKAlgorithm(ratio=0.02, hierarchical=False, warmup_steps=0, density_steps=0)),
     }
 
 
@@ -116,7 +114,6 @@ def test_hooks_do_what_they_say_with_several_buckets_under_way(process_ranks):
     plain = first["plain"]
     assert_close(first["identity"], plain)
     assert_close(first["warm-up"], plain)
-    assert_close(first["largest"], first["largest, engine"])
     way = _distance(plain, snapshot(mlp()))
     for kind in ("8 bits", "8 bits, feedback", "8 bits of float16", "8 bits of bfloat16, feedback"):
         assert 1e-6 * way < _distance(first[kind], plain) < 0.05 * way, kind
@@ -191,38 +188,35 @@ def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks
     assert process_ranks(2, _overflow) == [[True, False, True, True]] * 2
 
 
-def _whole_and_resumed(
-    make: Callable[[], HookState], stop: int, end: int, megabytes: float
-) -> tuple[State, HookState, nn.Module, dict]:
-    """The weights after ``end`` steps; state and model that went on from step ``stop``, and what had been saved."""
+def _whole_and_resumed(make: Callable[[], HookState], stop: int) -> tuple[State, State]:
+    """The weights after six steps, and of a model that went on from step ``stop`` with what had been saved."""
     state, rank = make(), bagua.comm.get_rank()
-    model = _ddp(state, megabytes)
+    model = _ddp(state, SEVERAL)
     optimizer = sgd(model.parameters())
     train_steps(model, optimizer, rank, range(stop))
     weights, moments = snapshot(model.module), copy.deepcopy(optimizer.state_dict())
     saved = state.state_dict(model)
-    train_steps(model, optimizer, rank, range(stop, end))
+    train_steps(model, optimizer, rank, range(stop, 6))
     state.close()
 
     later = make()
-    again = _ddp(later, megabytes)
+    again = _ddp(later, SEVERAL)
     again.module.load_state_dict(weights)
     optimizer = sgd(again.parameters())
     optimizer.load_state_dict(moments)
     later.load_state_dict(saved, again)
     assert later.state_dict(again.module).keys() == saved.keys()
-    train_steps(again, optimizer, rank, range(stop, end))
-    return snapshot(model.module), later, again, saved
+    train_steps(again, optimizer, rank, range(stop, 6))
+    assert later.step == 6
+    later.close()
+    return snapshot(model.module), snapshot(again.module)
 
 
-def _stop_and_go_on() -> tuple[State, State]:
-    whole, later, again, saved = _whole_and_resumed(lambda: HookState(largest(0.05)), 2, 5, ONE)
-    assert later.step == 5
-    _refuse_other_states(saved, again)
-    return whole, snapshot(again.module)
-
-
-def _refuse_other_states(saved: dict, model: nn.Module) -> None:
+def _refuse_other_states() -> None:
+    state = HookState(largest(0.05))
+    model = _ddp(state, ONE)
+    train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(1))
+    saved = state.state_dict(model)
     with pytest.raises(ConfigurationError, match=r"another reducer.*0\.5"):
         HookState(largest(0.5)).load_state_dict(saved, model)
     with pytest.raises(ConfigurationError, match=r"state of rank 7 of 2"):
@@ -233,28 +227,15 @@ def _refuse_other_states(saved: dict, model: nn.Module) -> None:
         HookState(largest(0.05)).load_state_dict(saved, nn.Linear(1, 1))
 
 
-def test_a_state_is_saved_and_goes_on(process_ranks):
-    for whole, resumed in process_ranks(2, _stop_and_go_on):
-        assert_close(resumed, whole)
+def test_a_state_of_something_else_is_refused(process_ranks):
+    process_ranks(2, _refuse_other_states)
 
 
 def _resume_in_other_buckets() -> list[tuple[State, State]]:
     """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
 
-    def blocks() -> HookState:
-        return HookState(BLOCKS)
-
-    found = []
-    for make, stop in (
-        (blocks, 1),
-        (lambda: HookState(low_rank(1)), 1),
-        (blocks, 2),
-        (lambda: HookState(low_rank(1)), 3),
-    ):
-        whole, later, again, _ = _whole_and_resumed(make, stop, 6, SEVERAL)
-        found.append((whole, snapshot(again.module)))
-        later.close()
-    return found
+    cases = ((BLOCKS, 1), (low_rank(1), 1), (BLOCKS, 2), (low_rank(1), 3))
+    return [_whole_and_resumed(partial(HookState, reducer), stop) for reducer, stop in cases]
 
 
 def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(process_ranks):
@@ -373,3 +354,81 @@ def test_what_is_no_state_is_refused():
         register_fsdp_hook(nn.Linear(1, 1), None)
     with pytest.raises(ConfigurationError, match="fully_shard"):
         register_fsdp_hook(nn.Linear(1, 1), HookState("sign_sgd"))
+    with pytest.raises(ConfigurationError, match="with_bagua"):
+        HookState(Algorithm.init("local_sgd", inner="gradient_allreduce"))
+    with pytest.raises(UnsupportedAlgorithmException, match="bytegrad"):
+        HookState("bytegard")
+
+
+STEPS, HALF = 8, 3
+#: All that hooks can do, with options with which so many steps go through all phases.
+HOOKS = {
+    "gradient_allreduce": {},
+    "bytegrad": {"warmup_steps": 2},
+    "power_sgd": {"warmup_steps": 2},
+    "top_k": {"warmup_steps": 1, "density_steps": 4, "ratio": 0.05},
+    "sign_sgd": {"warmup_steps": 2},
+    "loco": {"warmup_steps": 2, "reset_every": 5},
+}
+
+
+def _matrix() -> nn.Linear:
+    """A model that has one layout, however gradients are put into buckets."""
+    torch.manual_seed(0)
+    return nn.Linear(24, 16, bias=False)
+
+
+def _train_matrix(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        random = torch.Generator().manual_seed(100 * step + bagua.comm.get_rank())
+        optimizer.zero_grad()
+        trained(torch.randn(8, 24, generator=random)).square().mean().backward()
+        optimizer.step()
+
+
+def _hooked(state: HookState | None, steps: range, start: State | None = None, saved: object = None) -> nn.Module:
+    model = _matrix()
+    model.load_state_dict(start or model.state_dict())
+    wrapped = DistributedDataParallel(model)
+    if state is not None:
+        wrapped.register_comm_hook(state, bagua_hook)
+        if saved is not None:
+            state.load_state_dict(saved, wrapped)
+    _train_matrix(wrapped, torch.optim.SGD(model.parameters(), lr=0.2), steps)
+    return model
+
+
+def _through_the_engine(algorithm: Algorithm) -> nn.Module:
+    model = _matrix()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    with_bagua(model, [optimizer], algorithm)
+    _train_matrix(model, optimizer, range(STEPS))
+    return model
+
+
+def _each_way() -> dict[str, list[State]]:
+    """Through the engine, through a hook, and through a hook that is saved and goes on; what plain DDP does."""
+    found = {"plain": [snapshot(_hooked(None, range(STEPS)))]}
+    for name, options in HOOKS.items():
+        algorithm = Algorithm.init(name, hierarchical=False, **options)
+        states = [HookState(algorithm) for _ in range(3)]
+        whole, half = _hooked(states[0], range(STEPS)), _hooked(states[1], range(HALF))
+        saved = states[1].state_dict(half)
+        resumed = _hooked(states[2], range(HALF, STEPS), half.state_dict(), saved)
+        found[name] = [snapshot(model) for model in (_through_the_engine(algorithm), whole, resumed)]
+        for state in states:
+            state.close()
+    return found
+
+
+def test_hooks_do_what_the_algorithms_do_in_all_their_phases(process_ranks):
+    outcomes = process_ranks(2, _each_way)
+    plain = outcomes[0].pop("plain")[0]
+    for name, (engine, whole, resumed) in outcomes[0].items():
+        assert_same_on_all_ranks([whole, outcomes[1][name][1]])
+        assert_close(whole, engine)
+        assert_close(resumed, whole)
+        if name == "gradient_allreduce":
+            assert_close(whole, plain)
+        else:
+            assert not torch.allclose(whole["weight"], plain["weight"], rtol=1e-3, atol=1e-5), name
