@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from bagua.comm.communicator import Communicator
+from bagua.comm.transports import checked as checked_module
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.checked import CheckedTransport
 from bagua.comm.transports.contract import Membership, Transport
+from bagua.errors import CollectiveTimeoutError
 from tests.comm.memory_ranks import run_on_gloo, values
 
 pytestmark = pytest.mark.gloo
@@ -128,3 +133,26 @@ def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
     values(run_on_gloo(2, program, transport=checked))
+
+
+def test_a_late_rank_is_named_however_late_the_comparison_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a crowded machine the fingerprints' deadline ends long after that of the call."""
+    make = checked_module.Fingerprints.__init__
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.15)
+        make(*arguments)
+
+    monkeypatch.setattr(checked_module.Fingerprints, "__init__", slowly)
+    others = threading.Barrier(2)
+
+    def job(comm: Communicator) -> tuple[int, ...]:
+        if comm.rank == 1:
+            time.sleep(0.8)
+        else:
+            others.wait()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            comm.allreduce(torch.ones(3), timeout=0.4)
+        return caught.value.peers
+
+    assert values(run_on_gloo(3, job, transport=checked)) == [(1,)] * 3

@@ -52,7 +52,6 @@ class TestGlooWithDebugChecks(TransportContract):
     compares_messages = False
     matches_in_order = False
     adds_in_float32 = False
-    deadline_s = 1.2  # A call is two.
 
     @pytest.fixture
     def pool(self):

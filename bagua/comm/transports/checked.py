@@ -96,9 +96,9 @@ class Fingerprints:
         with contextlib.suppress(CommunicationError):
             self._check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
 
-    def give_up(self) -> None:
-        """The deadline has passed: let the transport say who is missing."""
-        self._handle.wait(0.001)
+    def give_up(self, limit_s: float | None) -> None:
+        """Let the transport say who is missing, after ``limit_s`` at most; None for the deadline, which has passed."""
+        self._handle.wait(limit_s)
 
 
 def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
@@ -219,13 +219,15 @@ class CheckedHandle(Handle):
             time.sleep(_POLL_S)
         if self._error is not None:
             raise self._error
+        # What was started for this call began a moment later: where the call is over, it waits for its own deadline.
+        limit_s = None if self._deadline.left_s <= 0 else until.limit_s
         if self._inner is None:
             assert self._fingerprints is not None
-            self._fingerprints.give_up()
+            self._fingerprints.give_up(limit_s)
             # The peers have told what they do, and it is not this.
-            limit_s = self._deadline.timeout_s if timeout_s is None else timeout_s
-            raise CollectiveTimeoutError("the call did not complete in time", timeout_s=limit_s)
-        self._inner.wait(until.limit_s)
+            waited_s = self._deadline.timeout_s if timeout_s is None else timeout_s
+            raise CollectiveTimeoutError("the call did not complete in time", timeout_s=waited_s)
+        self._inner.wait(limit_s)
 
     def is_completed(self) -> bool:
         # All of them: a peer may wait for a call that this rank made on another communicator.
