@@ -34,6 +34,7 @@ def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], RankReport |
     """Weights after some steps of torch's DDP over Gloo with a buffer, what this rank saw, and the verdict."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
     seeing = watch() if watched else None
+    verdict._expected = lambda *_: []  # That takes seconds, and has a test of its own.
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +178,8 @@ def test_few_steps_and_other_models_are_said() -> None:
 
 
 def test_algorithms_are_expected_on_the_link_on_which_ddp_takes_as_long() -> None:
-    lines = predictions(FACTS, verdict._cluster({0: SEEN, 1: dataclasses.replace(SEEN, host="other")}, 2), 0.040)
+    cluster = verdict._cluster({0: SEEN, 1: dataclasses.replace(SEEN, host="other")}, 2)
+    lines = verdict._expected(dataclasses.replace(FACTS, steps_s=(0.010, 0.010)), cluster, 0.040, 0.004)
     # A MB takes at least 34 ms: 245 Mbit/s, a little more for calls.
     rate = int(lines[0].removeprefix("As fast as a link of ").partition(" ")[0])
     assert 240 < rate < 330
