@@ -129,12 +129,13 @@ class CheckedTransport(Transport):
         self._waiting: deque[CheckedHandle] = deque()
 
     def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:  # noqa: ARG002
+        if call.kind in POINT_TO_POINT:
+            message = CheckedHandle(self, call, source, target, timeout_s)
+            message.try_start()
+            return message
         with self._advancing:
             handle = CheckedHandle(self, call, source, target, timeout_s)
-            if call.kind in POINT_TO_POINT:
-                handle.try_start()
-            else:
-                self._waiting.append(handle)
+            self._waiting.append(handle)
             return handle
 
     def advance(self) -> None:
