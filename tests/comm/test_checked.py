@@ -111,24 +111,11 @@ def a_collective_is_started_before_a_message_is_awaited(comm: Communicator) -> N
     assert tensor.equal(torch.full((2,), 2.0))
 
 
-def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
-    if comm.rank == 0:
-        works = [comm.send(torch.full((size,), float(size)), 1, async_op=True) for size in (1, 2, 3)]
-    else:
-        tensors = [torch.empty(size) for size in (1, 2, 3)]
-        works = [comm.recv(tensor, 0, async_op=True) for tensor in tensors]
-    for work in reversed(works):
-        work.wait()
-    if comm.rank == 1:
-        assert [tensor[0].item() for tensor in tensors] == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     "program",
     [
         a_message_comes_after_a_collective,
         a_collective_is_started_before_a_message_is_awaited,
-        messages_in_a_row_keep_their_order,
     ],
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:

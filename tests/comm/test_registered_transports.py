@@ -7,13 +7,11 @@ import torch
 from torch.distributed import HashStore
 
 import bagua.comm
-from bagua.comm import Membership, register_transport
+from bagua.comm import register_transport
 from bagua.comm.transports import registry
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
-from bagua.parallel import DistributedDataParallel
 from bagua.testing import ThreadRanks
-from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 
 class Outside(ThreadsTransport):
@@ -45,27 +43,6 @@ def test_the_refusal_of_a_transport_is_an_error_on_all_ranks() -> None:
     for outcome in outcomes:
         assert isinstance(outcome.error, TransportUnavailableError)
         assert "no cable" in str(outcome.error)
-
-
-def train() -> State:
-    """Two steps of the engine."""
-    model = DistributedDataParallel(mlp())
-    train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
-    return snapshot(model)
-
-
-def test_models_train_on_it() -> None:
-    started = []
-
-    class Watched(Outside):
-        def __init__(self, membership: Membership) -> None:
-            super().__init__(membership)
-            started.append(self.rank)
-
-    register_transport("watched", Watched)
-    on_threads, outside = ThreadRanks(2).run(train), ThreadRanks(2, backend="watched").run(train)
-    assert {0, 1} <= set(started)
-    assert_same_on_all_ranks([*outside, *on_threads])
 
 
 def compare() -> BaseException:
