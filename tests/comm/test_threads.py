@@ -31,19 +31,6 @@ def test_a_rank_in_another_process_is_refused_by_itself_and_by_the_others(rank: 
     assert caught.value.peers == (1,)
 
 
-@pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
-def test_a_thread_that_ended_without_closing_is_lost(error: type[BaseException]) -> None:
-    def job(comm: Communicator) -> None:
-        if comm.rank == 1:
-            raise error
-        comm.allreduce(torch.zeros(1), timeout=20)
-
-    outcomes = run(3, job, close=False)
-    for survivor in (0, 2):
-        assert isinstance(outcomes[survivor], PeerLostError)
-        assert outcomes[survivor].peers == (1,)
-
-
 def test_a_rank_that_closed_is_lost_to_those_who_wait_for_it_only() -> None:
     def job(comm: Communicator) -> object:
         if comm.rank == 2:

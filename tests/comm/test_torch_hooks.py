@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from bagua.comm import create_torch_group
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, InvalidTensorError
-from tests.comm.test_torch_backend_threads import on_threads
+from tests.comm.test_torch_backend import on_threads
 from tests.versions import TORCH, needs
 
 pytestmark = [pytest.mark.shm, needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))]
