@@ -25,28 +25,25 @@ pytestmark = pytest.mark.threads
 Program = Callable[[Communicator], Any]
 
 
-def gradients_while_a_stage_receives(comm: Communicator) -> float:
-    tensor, message = torch.ones(4), torch.zeros(3)
-    if comm.rank == 1:
-        work = comm.allreduce(tensor, async_op=True)
-        comm.recv(message, 0)
+def gradients_while_a_message_goes_to(receiver: int, comm: Communicator) -> float:
+    """Rank 1 has its collective in the background while it waits for a message, or until one is taken."""
+    tensor, message, other = torch.ones(4), torch.zeros(3), 1 - comm.rank
+    work = comm.allreduce(tensor, async_op=comm.rank == 1)
+    if comm.rank == receiver:
+        comm.recv(message, other)
+    else:
+        comm.send(message.fill_(1.0), other)
+    if work is not None:
         work.wait()
-        return tensor.sum().item() + message.sum().item()
-    comm.allreduce(tensor)
-    comm.send(torch.ones(3), 1)
-    return tensor.sum().item() + 3
+    return tensor.sum().item() + message.sum().item()
+
+
+def gradients_while_a_stage_receives(comm: Communicator) -> float:
+    return gradients_while_a_message_goes_to(1, comm)
 
 
 def gradients_while_a_stage_sends(comm: Communicator) -> float:
-    tensor, message = torch.ones(4), torch.zeros(3)
-    if comm.rank == 1:
-        work = comm.allreduce(tensor, async_op=True)
-        comm.send(torch.ones(3), 0)
-        work.wait()
-        return tensor.sum().item() + 3
-    comm.allreduce(tensor)
-    comm.recv(message, 1)
-    return tensor.sum().item() + message.sum().item()
+    return gradients_while_a_message_goes_to(0, comm)
 
 
 def gradients_while_stages_exchange(comm: Communicator) -> float:

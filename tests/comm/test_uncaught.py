@@ -17,8 +17,8 @@ from bagua.comm.lifetime.closing import own_traceback, report_uncaught, uncaught
 from bagua.comm.startup.default_group import WorldHolder
 from bagua.errors import PeerLostError
 from tests.interpreters import interpreter
+from tests.launching import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch, bagua.comm as comm
 comm.init_process_group(backend=sys.argv[1], timeout=20)
