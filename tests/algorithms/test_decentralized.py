@@ -24,13 +24,12 @@ from bagua.algorithms import (
     Weights,
 )
 from bagua.compression import Identity, MinMaxUInt8
-from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from tests.algorithms.replicas import Replicas
 from tests.algorithms.stacked import loss_of, model_of
 from tests.harness import State, adam, batch, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import Loop, on_ranks
-from tests.topologies import ONE_WAY, STAR, Made, graph
+from tests.parallel.wrapping import Loop
+from tests.topologies import STAR, Made, graph
 
 STEPS = 6
 
@@ -201,29 +200,3 @@ def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkey
     for seen, count in thread_ranks(2, step):
         assert count > 1
         assert seen == [*(["fill"] * count), "last gradient"]
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "words"),
-    [
-        (LowPrecisionDecentralizedAlgorithm(topology=ONE_WAY), "same weight"),
-        (DecentralizedAlgorithm(peer_selection_mode=graph([[0.5, 0.5], [0.5, 0.5]])), "number of ranks"),
-        (DecentralizedAlgorithm(peer_selection_mode=graph(torch.ones(5, 5))), "sum to 1"),
-    ],
-    ids=["one direction", "size", "sums"],
-)
-@on_ranks(5)
-def test_topologies_that_do_not_fit_are_refused_when_the_model_is_wrapped(algorithm, words):
-    network = mlp()
-    with pytest.raises(ConfigurationError, match=words):
-        with_bagua(network, [sgd(network.parameters())], algorithm)
-
-
-@on_ranks(2)
-def test_a_parameter_that_no_optimizer_steps_is_named():
-    network = mlp()
-    with pytest.raises(ConfigurationError, match=r"2\.bias"):
-        with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")

@@ -9,7 +9,6 @@ import torch
 
 from bagua.algorithms import Algorithm, DionAlgorithm, LoCoAlgorithm
 from bagua.compression import Int4, MinMaxUInt8
-from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
 from tests import harness
@@ -29,8 +28,7 @@ from tests.algorithms.stacked import (
 )
 from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
 from tests.contract.algorithms import train as train_small
-from tests.harness import State, assert_close, coded, mlp, sgd, snapshot
-from tests.parallel.wrapping import on_ranks
+from tests.harness import State, assert_close, coded, sgd, snapshot
 
 
 def nothing(_: int, flats: Flats) -> torch.Tensor:
@@ -160,19 +158,6 @@ def test_alone_dion_is_its_optimizer(thread_ranks):
 def seeded_layer() -> torch.nn.Module:
     with harness.seeded():
         return torch.nn.Linear(8, 8).double()
-
-
-@pytest.mark.parametrize("case", ["adam", "rank", "momentum"])
-@on_ranks(2)
-def test_dion_refuses_another_optimizer(case):
-    model = mlp()
-    optimizer = {
-        "adam": lambda: torch.optim.Adam(model.parameters()),
-        "rank": lambda: DionOptimizer(model.parameters(), matrix_rank=3),
-        "momentum": lambda: DionOptimizer(model.parameters(), matrix_rank=2, momentum=0.5),
-    }[case]()
-    with pytest.raises(ConfigurationError, match=r"DionOptimizer\(model.parameters\(\), matrix_rank=2"):
-        with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=2))
 
 
 # The contract, but for what holds of gradients only: on one rank these step along directions, too.

@@ -29,7 +29,6 @@ from bagua.algorithms import (
 from bagua.compression import BlockTopK, Codec, Int2, Int4, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
-from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing import ThreadRanks
 from tests.algorithms.replicas import Replicas
@@ -56,8 +55,8 @@ from tests.algorithms.stacked import (
     whole_layout,
     write,
 )
-from tests.harness import State, assert_close, coded, mlp, sgd, snapshot
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.harness import State, assert_close, coded, sgd, snapshot
+from tests.parallel.wrapping import Loop
 
 
 def plain_sgd(parameters):
@@ -378,13 +377,6 @@ def test_one_bit_lamb_does_not_read_a_number_for_each_tensor(steps):
                 optimizer.step()
         counts.append(reads.count)
     assert counts[0] == counts[1]
-
-
-@on_ranks(2)
-def test_another_optimizer_is_refused():
-    model = mlp()
-    with pytest.raises(ConfigurationError, match="OneBitLambOptimizer"):
-        with_bagua(model, [QAdamOptimizer(model.parameters())], OneBitLambAlgorithm())
 
 
 # Outer steps in few bits.

@@ -534,26 +534,6 @@ def test_weights_are_blended_whatever_lies_between_them(thread_ranks, uncleared_
 
 
 @pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        ("Adafactor", "'row_var', which is neither|'col_var', which is neither"),
-        pytest.param("Muon", "only supports 2D parameters", marks=MUON),
-        ("LBFGS", "closure"),
-        ("SparseAdam", "dense gradients"),
-    ],
-)
-def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wrapped(thread_ranks, kind, problem):
-    outer = Outer(getattr(torch.optim, kind), lr=0.1)
-
-    def wrap() -> None:
-        model = mlp()
-        with pytest.raises(ConfigurationError, match=problem):
-            with_bagua(model, [optimizer_of(model.parameters())], DiLoCoAlgorithm(2, outer=outer))
-
-    thread_ranks(2, wrap)
-
-
-@pytest.mark.parametrize(
     "outer",
     [NESTEROV, *(Outer(getattr(torch.optim, name), lr=0.1) for name in ("Adagrad", "NAdam", "Rprop", "ASGD"))],
     ids=repr,

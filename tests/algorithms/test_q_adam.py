@@ -13,7 +13,6 @@ import torch
 import bagua.comm
 from bagua.algorithms import QAdamAlgorithm
 from bagua.comm import solo_group
-from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
 from tests.harness import State, assert_same_on_all_ranks, live_bytes, mlp, snapshot, train_steps
@@ -108,31 +107,6 @@ def test_the_optimizer_may_be_named(thread_ranks):
         return Loop(wrap, make_optimizer=qadam).train(5)
 
     assert_same_on_all_ranks([thread_ranks(2, train_named, True)[0], thread_ranks(2, train_named, False)[0]])
-
-
-@pytest.mark.parametrize("case", ["other optimizer", "one parameter", "not the named one", "two warm-ups", "no kind"])
-def test_models_that_it_cannot_train_are_refused_when_they_are_wrapped(thread_ranks, case):
-    def wrap() -> str:
-        model = mlp()
-        algorithm, optimizers = QAdamAlgorithm(), [qadam(model.parameters())]
-        first, *others = model.parameters()
-        if case == "other optimizer":
-            optimizers = [torch.optim.Adam(model.parameters())]
-        elif case == "one parameter":
-            optimizers = [QAdamOptimizer(others), torch.optim.SGD([first], lr=0.1)]
-        elif case == "not the named one":
-            algorithm = QAdamAlgorithm(qadam(model.parameters()))
-        elif case == "two warm-ups":
-            optimizers = [QAdamOptimizer(others), QAdamOptimizer([first], warmup_steps=7)]
-        with pytest.raises(ConfigurationError) as caught:
-            if case == "no kind":
-                QAdamAlgorithm(torch.optim.Adam(model.parameters()))
-            with_bagua(model, optimizers, algorithm)
-        return str(caught.value)
-
-    first, second = thread_ranks(2, wrap)
-    assert first == second
-    assert "QAdamOptimizer" in first or "warmup_steps" in first
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.optim import (
     AccumAdam,
     AccumAdamW,
+    DionOptimizer,
     OneBitLambOptimizer,
     QAdamOptimizer,
     lr_scheduler_fn_cosine_with_warmup,
@@ -23,6 +24,7 @@ from bagua.optim import (
     optim_fn_adam,
     optim_fn_adamw,
 )
+from bagua.parallel import with_bagua
 from bagua.primitives import (
     EF21,
     AllGatherReducer,
@@ -35,7 +37,12 @@ from bagua.primitives import (
     SparseReducer,
 )
 from bagua.topology import Hierarchical
-from tests.topologies import DRAWN_PAIRS
+from tests.harness import mlp, sgd
+from tests.parallel.wrapping import on_ranks
+from tests.topologies import DRAWN_PAIRS, ONE_WAY, Matrix, graph
+from tests.versions import needs
+
+MUON = needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
 
 EAGER = algorithms.EagerStep(algorithms.Outer(torch.optim.SGD, lr=0.5))
 
@@ -293,3 +300,51 @@ def test_the_maker_of_schedules(argument, wrong):
     with pytest.raises(ConfigurationError) as caught:
         lr_scheduler_fn_cosine_with_warmup(optimizer, **{"t_max": 2, "t_warmup": 1, argument: wrong})
     assert caught.value.argument == argument
+
+
+def diloco_with(kind: str) -> Algorithm:
+    return algorithms.DiLoCoAlgorithm(2, outer=algorithms.Outer(getattr(torch.optim, kind), lr=0.1))
+
+
+def mixed_by(matrix: Matrix) -> Algorithm:
+    return algorithms.DecentralizedAlgorithm(peer_selection_mode=graph(matrix))
+
+
+DION = r"DionOptimizer\(model.parameters\(\), matrix_rank=2"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "optimizers", "said"),
+    [
+        (algorithms.QAdamAlgorithm(), sgd, "no QAdamOptimizer steps"),
+        (
+            algorithms.QAdamAlgorithm(),
+            lambda own: [QAdamOptimizer(own[1:]), sgd(own[:1])],
+            r"no QAdamOptimizer steps 0\.weight",
+        ),
+        (algorithms.QAdamAlgorithm(QAdamOptimizer(mlp().parameters())), QAdamOptimizer, "q_adam_optimizer"),
+        (
+            algorithms.QAdamAlgorithm(),
+            lambda own: [QAdamOptimizer(own[1:]), QAdamOptimizer(own[:1], warmup_steps=7)],
+            "one number of warmup_steps",
+        ),
+        (algorithms.OneBitLambAlgorithm(), QAdamOptimizer, "OneBitLambOptimizer"),
+        (algorithms.DionAlgorithm(matrix_rank=2), sgd, DION),
+        (algorithms.DionAlgorithm(matrix_rank=2), lambda own: DionOptimizer(own, matrix_rank=3), DION),
+        (algorithms.DionAlgorithm(matrix_rank=2), lambda own: DionOptimizer(own, matrix_rank=2, momentum=0.5), DION),
+        (algorithms.LowPrecisionDecentralizedAlgorithm(), lambda own: sgd(own[:3]), r"2\.bias"),
+        (algorithms.LowPrecisionDecentralizedAlgorithm(topology=ONE_WAY), sgd, "same weight"),
+        (mixed_by([[0.5, 0.5], [0.5, 0.5]]), sgd, "number of ranks"),
+        (mixed_by(torch.ones(3, 3)), sgd, "sum to 1"),
+        (diloco_with("Adafactor"), sgd, "'row_var', which is neither|'col_var', which is neither"),
+        pytest.param(diloco_with("Muon"), sgd, "only supports 2D parameters", marks=MUON),
+        (diloco_with("LBFGS"), sgd, "closure"),
+        (diloco_with("SparseAdam"), sgd, "dense gradients"),
+    ],
+)
+@on_ranks(3)
+def test_models_that_an_algorithm_cannot_train_are_refused_when_they_are_wrapped(algorithm, optimizers, said):
+    model = mlp()
+    made = optimizers(list(model.parameters()))
+    with pytest.raises(ConfigurationError, match=said):
+        with_bagua(model, made if isinstance(made, list) else [made], algorithm)
