@@ -10,8 +10,6 @@ import torch
 from bagua.algorithms import Algorithm, DionAlgorithm, LoCoAlgorithm
 from bagua.compression import Int4, MinMaxUInt8
 from bagua.optim import DionOptimizer
-from bagua.parallel import with_bagua
-from tests import harness
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
@@ -28,7 +26,8 @@ from tests.algorithms.stacked import (
 )
 from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
 from tests.contract.algorithms import train as train_small
-from tests.harness import State, assert_close, coded, sgd, snapshot
+from tests.harness import State, assert_close, coded, seeded, sgd, snapshot
+from tests.parallel.wrapping import Loop, on_ranks
 
 
 def nothing(_: int, flats: Flats) -> torch.Tensor:
@@ -136,28 +135,17 @@ def test_dion_steps_along_common_directions(thread_ranks):
     assert_only(state, simulate_dion(layout), {str(one): simulate_dion(layout, **one) for one in mutants})
 
 
-def test_alone_dion_is_its_optimizer(thread_ranks):
+@on_ranks(1)
+def test_alone_dion_is_its_optimizer():
     """On one rank the exchange and the optimizer by itself are the same rule."""
 
-    def train_alone(wraps: bool) -> State:
-        model = seeded_layer()
-        optimizer = dion(model.parameters())
-        called = model
-        if wraps:
-            called = with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=RANK, momentum=MU))
-        for step in range(10):
-            optimizer.zero_grad()
-            inputs, targets = harness.batch(0, step)
-            torch.nn.functional.mse_loss(called(inputs.double()), inputs.double() - targets.double().sum()).backward()
-            optimizer.step()
-        return snapshot(model)
+    def layer() -> torch.nn.Module:
+        with seeded():
+            return torch.nn.Linear(8, 4).double()
 
-    assert_close(*thread_ranks(1, lambda: [train_alone(True), train_alone(False)])[0])
-
-
-def seeded_layer() -> torch.nn.Module:
-    with harness.seeded():
-        return torch.nn.Linear(8, 8).double()
+    algorithm = DionAlgorithm(matrix_rank=RANK, momentum=MU)
+    alone = Loop(lambda model, _: model, layer, dion, loss_of).train(10)
+    assert_close(alone, Loop("with_bagua", layer, dion, loss_of, algorithm=algorithm).train(10))
 
 
 # The contract, but for what holds of gradients only: on one rank these step along directions, too.

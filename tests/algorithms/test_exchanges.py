@@ -81,7 +81,6 @@ STREAMING = Algorithm.of(
 
 BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
 SLOWMO = around("gradient_allreduce", Exchange(Difference(), Every(4), Mean(), SlowStep(0.5), label="outer"))
-GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(), SlowStep(0.5), label="outer"))
 
 
 # Values.
@@ -185,7 +184,7 @@ def test_expectations_follow_from_the_exchanges():
     assert promised_by(Algorithm.of(gradients(lag=1))) == "bounded"
     assert promised_by(Algorithm.of(gradients(when=Every(2)))) == "consensus"
     assert promised_by(SLOWMO) == "exact"
-    assert promised_by(LOCAL_SGD) == promised_by(DILOCO) == promised_by(GOSSIP_SLOWMO) == "consensus"
+    assert promised_by(LOCAL_SGD) == promised_by(DILOCO) == "consensus"
 
 
 # Training.
@@ -206,17 +205,14 @@ def train_for(algorithm: Algorithm | str, steps: int, **options: Any) -> Snapsho
     "make",
     [
         lambda: gradients(lag=5),
-        lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=2),
         lambda: gradients(Sum(), lag=2),
-        lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
         lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
-        lambda: around("decentralized", Exchange(Weights(), Every(4), Mean(), Add(), lag=2, label="outer")),
         lambda: Algorithm.of(
             Exchange(Weights(), Every(4), Mix("ring"), Add(), lag=2),
             Exchange(Weights(), Every(4, 1), Mean(), Replace(), label="b"),
         ),
     ],
-    ids=range(7),
+    ids=range(4),
 )
 def test_what_can_work_is_not_refused_and_works(make, thread_ranks):
     """What rank 0 learns depends on the data of rank 1."""
@@ -380,37 +376,11 @@ def test_what_starts_from_weights_starts_from_those_that_training_begins_with(th
 
 
 @dataclass(frozen=True)
-class Regrouped(Algorithm):
-    """Sends differences in other parts from the third step on."""
+class Followed(Algorithm):
+    """One exchange for five steps, and another one after that."""
 
-    label: str = "outer"
-    parts: int = 2
-
-    @property
-    def phases(self) -> tuple[Hashable, ...]:
-        return (0, 1)
-
-    def phase(self, step: int, model: Model) -> Hashable:
-        return int(step >= 2)
-
-    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
-        label, parts = (self.label, Parts(self.parts, "strided")) if phase else ("outer", Parts(1, "strided"))
-        step = OuterStep(Outer(torch.optim.SGD, lr=1.0))
-        return (Exchange(Difference(), Every(2), Mean(), step, parts=parts, label=label),)
-
-
-def test_parts_of_what_remembers_do_not_change_from_phase_to_phase():
-    """The anchor of a label lies in its parts: others began with a new one, and nothing was said."""
-    with pytest.raises(ConfigurationError, match=r"anchor.* would begin anew where the parts change") as caught:
-        Regrouped().reify(bagua.comm.solo_group())
-    assert "another label" in str(caught.value)
-    Regrouped(label="later").reify(bagua.comm.solo_group())
-    Regrouped(parts=1).reify(bagua.comm.solo_group())
-
-
-@dataclass(frozen=True)
-class LossyThenOuter(Algorithm):
-    """The gradients' residual is remembered under the label that outer steps have later."""
+    first: Exchange
+    later: Exchange
 
     @property
     def phases(self) -> tuple[Hashable, ...]:
@@ -420,12 +390,24 @@ class LossyThenOuter(Algorithm):
         return int(step >= 5)
 
     def exchanges(self, phase: Hashable = 1) -> tuple[Exchange, ...]:
-        return DILOCO.exchanges() if phase else (gradients(Mean(ErrorFeedback(BYTES))),)
+        return (self.later if phase else self.first,)
+
+
+def test_parts_of_what_remembers_do_not_change_from_phase_to_phase():
+    """The anchor of a label lies in its parts: others began with a new one, and nothing was said."""
+    whole = Exchange(Difference(), Every(2), Mean(), NESTEROV, parts=WHOLE)
+    halves = dataclasses.replace(whole, parts=Parts(2, "strided"))
+    with pytest.raises(ConfigurationError, match=r"anchor.* would begin anew where the parts change") as caught:
+        Followed(whole, halves).reify(bagua.comm.solo_group())
+    assert "another label" in str(caught.value)
+    for later in (dataclasses.replace(halves, label="later"), whole):
+        Followed(whole, later).reify(bagua.comm.solo_group())
 
 
 @on_ranks(2)
 def test_what_an_earlier_phase_remembers_is_no_anchor():
-    loop = loop_of(LossyThenOuter(), rate=0.0)
+    """The gradients' residual is remembered under the label that outer steps have later."""
+    loop = loop_of(Followed(gradients(Mean(ErrorFeedback(BYTES))), *DILOCO.exchanges()), rate=0.0)
     before = snapshot(loop.model)
     assert_close(loop.train(14), before)
 

@@ -31,7 +31,7 @@ from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing import ThreadRanks
-from tests.algorithms.replicas import Replicas
+from tests.algorithms.replicas import Replicas, plain_sgd
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
@@ -57,11 +57,6 @@ from tests.algorithms.stacked import (
 )
 from tests.harness import State, assert_close, coded, sgd, snapshot
 from tests.parallel.wrapping import Loop
-
-
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
 
 # Deep gradient compression.
 

@@ -27,7 +27,7 @@ from bagua.algorithms import (
 )
 from tests.algorithms.replicas import Replicas
 from tests.algorithms.stacked import loss_of, model_of
-from tests.harness import Losses, State, assert_same_on_all_ranks, mlp, snapshot
+from tests.harness import Losses, State, assert_same_on_all_ranks, mlp, sgd, snapshot
 from tests.parallel.wrapping import Loop, of_this_rank
 
 STEPS = 13
@@ -36,13 +36,9 @@ OUTER = {"outer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5}
 WHOLE_STEP = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-
-
 def loop_of(algorithm: Algorithm | str, losses: Losses = loss_of) -> Loop:
     """In double precision."""
-    return Loop("with_bagua", lambda: of_this_rank().double(), optimizer_of, losses, algorithm=algorithm)
+    return Loop("with_bagua", lambda: of_this_rank().double(), sgd, losses, algorithm=algorithm)
 
 
 def train(algorithm: Algorithm | str, steps: int = STEPS, share: int | None = None) -> list[State]:
@@ -70,7 +66,7 @@ class Hosts(Replicas):
             ranks = range(sum(sizes[:host]), sum(sizes[: host + 1]))
             return sum(loss_of(model, rank, number) * (number < batches[rank]) for rank in ranks) / len(ranks)
 
-        super().__init__(len(sizes), optimizer_of, model_of, losses)
+        super().__init__(len(sizes), sgd, model_of, losses)
         self.parts = torch.tensor(sizes).double() / sum(sizes)
         self.anchor = nn.Parameter(self.rows[0])
         self.outer = torch.optim.SGD([self.anchor], lr=0.5, momentum=0.5)
@@ -158,7 +154,7 @@ def test_the_same_can_be_composed():
 
 def bytes_of_an_outer_step() -> dict[str, int]:
     """Bytes that this rank sends on each communicator, in the step after which hosts exchange."""
-    loop = Loop("with_bagua", mlp, optimizer_of, algorithm=DiLoCoAlgorithm(4, inner=INNER), bucket_bytes=10**6)
+    loop = Loop("with_bagua", mlp, sgd, algorithm=DiLoCoAlgorithm(4, inner=INNER), bucket_bytes=10**6)
     group = loop.reducer.group
     loop.train(3)
     before = {name: one.statistics.sent_bytes() for name, one in communicators(group)}

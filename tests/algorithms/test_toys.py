@@ -82,8 +82,8 @@ def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(
             sizes.append([bucket.numel % 6 for bucket in loop.wrapped.bagua_buckets])
             for name, parameter in loop.model.named_parameters():
                 totals[name] = totals.get(name, 0) + parameter.grad
-        remembered = loop.wrapped.bagua_state_dict()
-        saved = {name: state["total"] for name, state in _parameters_of(remembered).items()}
+        remembered = loop.wrapped.bagua_state_dict()["parameters"]
+        saved = {name: state["total"] for name, state in remembered.items()}
         return sizes, saved, totals
 
     results = thread_ranks(3, train)
@@ -91,7 +91,3 @@ def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(
         assert sizes[2] != [0, 0], "padded before it is needed"
         assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
         assert_close(saved, {name: totals[name] for name in saved})
-
-
-def _parameters_of(remembered: dict) -> dict[str, State]:
-    return remembered["parameters"] if "parameters" in remembered else remembered["state"]["parameters"]
