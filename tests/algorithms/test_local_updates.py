@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +44,22 @@ from bagua.algorithms import (
 from bagua.algorithms.exchanges import outer
 from bagua.compression import MinMaxUInt8
 from bagua.errors import CommunicatorClosedError, ConfigurationError
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, ReducerMemory, ScatterGatherReducer, SumReducer
 from tests.algorithms.replicas import Anchored, Replicas, plain_sgd
 from tests.algorithms.stacked import loss_of, model_of
 from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import State, assert_close, assert_same_on_all_ranks, live_bytes, mlp, seeded, snapshot
+from tests.harness import (
+    OptimizerMaker,
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    live_bytes,
+    mlp,
+    seeded,
+    snapshot,
+)
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 from tests.versions import needs
 
@@ -842,40 +853,54 @@ def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
 # Memory.
 
 
-def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) -> float:
-    """How much more there is after some steps of ``algorithm``, than a model and its gradients take."""
+def copies_of_the_weights(algorithm: Algorithm, make: OptimizerMaker, dtype: torch.dtype, waits: Barrier) -> float:
+    """How much more there is on each rank after some steps of ``algorithm``, than a model takes."""
     with seeded():
-        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).to(dtype)
-    size = sum(one.nbytes for one in model.parameters())
-    rows = torch.ones(2, 256, dtype=dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).to(dtype)
+    optimizer = make(model.parameters())
+    waits.wait(60)
     before = live_bytes()
-    wrapped = with_bagua(model, [optimizer], algorithm)
-    for _ in range(steps):
-        wrapped(rows).square().mean().backward()
+    waits.wait(60)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=600_000)
+    for _ in range(6):
+        optimizer.zero_grad()
+        wrapped(torch.ones(2, 256, dtype=dtype)).square().mean().backward()
         optimizer.step()
     optimizer.zero_grad()
-    return (live_bytes() - before) / size
+    waits.wait(60)
+    more = live_bytes() - before
+    waits.wait(60)
+    return more / sum(one.nbytes for one in model.parameters()) / waits.parties
+
+
+slow_sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+frozen_adam = functools.partial(QAdamOptimizer, lr=1e-4, warmup_steps=1)
+frozen_lamb = functools.partial(OneBitLambOptimizer, lr=1e-4, warmup_steps=1)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype", "steps", "expected"),
+    ("algorithm", "size", "make", "dtype", "expected"),
     [
-        (DiLoCoAlgorithm(2), torch.float32, 4, 3.0),  # the anchor, the momentum, memory for a flight
-        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), torch.float32, 4, 2.0),
-        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), torch.float32, 6, 2.0),  # which is under way
-        (DiLoCoAlgorithm(2), torch.bfloat16, 4, 5.0),  # two of them in single precision
-        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), torch.bfloat16, 4, 3.0),
-        (SlowMoAlgorithm(2), torch.float32, 4, 3.0),
-        (DiLoCoAlgorithm(2, eager=True, outer="sgd", outer_momentum=0.0), torch.float32, 4, 3.0),  # sent, on its way
+        (DiLoCoAlgorithm(2), 1, slow_sgd, torch.float32, 3.0),  # the anchor, the momentum, memory for a flight
+        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), 1, slow_sgd, torch.float32, 2.0),
+        # Which is under way.
+        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), 1, slow_sgd, torch.float32, 2.0),
+        (DiLoCoAlgorithm(2), 1, slow_sgd, torch.bfloat16, 5.0),  # two of them in single precision
+        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), 1, slow_sgd, torch.bfloat16, 3.0),
+        (SlowMoAlgorithm(2), 1, slow_sgd, torch.float32, 3.0),
+        # What was sent, and is on its way.
+        (DiLoCoAlgorithm(2, eager=True, outer="sgd", outer_momentum=0.0), 1, slow_sgd, torch.float32, 3.0),
+        # Gradients, two moments, denominators that do not change any more.
+        ("gradient_allreduce", 2, frozen_adam, torch.float32, 4.0),
+        ("qadam", 2, frozen_adam, torch.float32, 4.6),  # and messages of a byte for each element, both ways
+        ("one_bit_adam", 2, frozen_adam, torch.float32, 6.1),  # residuals, room for the next ones, shorter messages
+        ("one_bit_lamb", 2, frozen_lamb, torch.float32, 7.1),  # and the second moment of late
     ],
-    ids=["momentum", "plain", "overlap", "bfloat16", "narrow", "slowmo", "eager"],
+    ids=["momentum", "plain", "overlap", "bfloat16", "narrow", "slowmo", "eager", "exact", "qadam", "adam", "lamb"],
 )
-def test_nothing_is_kept_but_the_anchor_the_outer_state_and_memory_for_flights(
-    thread_ranks, algorithm, dtype, steps, expected
-):
-    (found,) = thread_ranks(1, copies_of_the_weights, algorithm, dtype, steps)
-    assert found == pytest.approx(expected, abs=0.2)
+def test_nothing_is_kept_but_what_must_be_and_memory_for_flights(thread_ranks, algorithm, size, make, dtype, expected):
+    found = thread_ranks(size, copies_of_the_weights, algorithm, make, dtype, Barrier(size))
+    assert found == [pytest.approx(expected, abs=0.1)] * size
 
 
 def test_the_anchor_may_be_kept_narrow_or_on_the_host(thread_ranks):

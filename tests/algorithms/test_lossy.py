@@ -75,7 +75,7 @@ def assert_follows_its_formula(
             assert_close(state, simulated(hosts, steps, layout, exact))
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [4], [5], [2, 1], [1, 3]], ids=str)
+@pytest.mark.parametrize("hosts", [[2], [3], [5], [1, 3]], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_the_formula_says(thread_ranks, name, hosts):
     """Inside hosts that are several, sums are exact; between hosts the formula holds for the hosts' sums."""
