@@ -1,6 +1,6 @@
 """Combinations of the fields of an exchange: which are legal, and few of them that hold all legal pairs of values.
 
-Some 140 combinations are enough. Each is compared with stacked tensors, and with a mutant.
+About a hundred combinations are enough. Each is compared with stacked tensors, and with a mutant.
 """
 
 from __future__ import annotations
