@@ -3,14 +3,15 @@
 import json
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from bagua.cli.lab import network as lab
 from benchmarks.network.contenders import Follower, find_maker, read_options
+from benchmarks.network.tasks import PerceptronTask
 from benchmarks.time_to_loss import __main__ as command
-from benchmarks.time_to_loss import measuring
 from benchmarks.time_to_loss.folder import Cell, Folder
 from benchmarks.time_to_loss.peers import expand
 from benchmarks.time_to_loss.reaching import (
@@ -241,8 +242,8 @@ def test_without_full_gradients_there_is_nothing_to_compare_with(tmp_path, monke
 def test_a_few_cells_are_measured(tmp_path, capsys, monkeypatch):
     if (reason := lab.refusal()) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(measuring, "HELD_OUT_WINDOWS", 8)
-    monkeypatch.setattr(measuring, "MEMORY_TASK", measuring.PerceptronTask(hidden=8, outer=8, batch=2))
+    small = PerceptronTask(hidden=8, outer=8, batch=2)
+    monkeypatch.setattr(command, "memory", partial(command.memory, task=small))
     few = ["--folder", str(tmp_path), "--steps", "30", "--rates", "0.001", "--seeds", "5", "--links", "1000mbit"]
     few += ["--shape", "width=8,depth=1,heads=1,context=8", "--seconds", "0.1"]
     plot = tmp_path / "plot.svg"
