@@ -77,8 +77,8 @@ def changes_made_by(statement: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_importing_torch_api_has_its_two_effects_only() -> None:
-    changed = changes_made_by("import bagua.torch_api")
+def test_importing_torch_api_has_its_two_effects_only_and_distributed_has_no_other() -> None:
+    changed = changes_made_by("import bagua.torch_api, bagua.distributed")
     assert changed.pop("Module") == ["with_bagua"]
     backends = changed.pop("backends")
     assert set(backends["after"]) - set(backends["before"]) == {"bagua"}
