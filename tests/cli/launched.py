@@ -48,15 +48,6 @@ def die_in_the_middle_of_a_message(rank: Rank) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Unsendable(Exception):  # noqa: N818
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
-
-
-def raise_what_does_not_survive_pickle(rank: Rank) -> None:
-    raise Unsendable(1, 2)
-
-
 def sleep_long(rank: Rank) -> None:
     rank.report(os.getpid())
     time.sleep(60)

@@ -216,17 +216,21 @@ def test_who_is_terminated_ends_all_ranks(
 
 
 @needs_lab
-def test_sixteen_hosts_receive_and_send_at_rates_of_their_own() -> None:
-    with network.open_network(16, parse_link("50mbit/10mbit")) as opened:
+def test_sixteen_hosts_receive_and_send_at_rates_of_their_own_until_they_are_not_limited() -> None:
+    with network.open_network(16, parse_link("100mbit")) as opened:
         assert len({host.address for host in opened.hosts}) == 16
+        opened.set_rates(parse_link("50mbit/10mbit"))
         host = opened.hosts[15]
-        for namespace, interface, rate in (
-            (host.namespace, network.INTERFACE, "10Mbit"),
-            (opened.switch, network.port_of(host), "50Mbit"),
-        ):
-            with network.inside(namespace):
-                shown = subprocess.run(["tc", "qdisc", "show", "dev", interface], capture_output=True, check=True)
-            assert f"rate {rate} ".encode() in shown.stdout
+        sends, receives = (host.namespace, network.INTERFACE), (opened.switch, network.port_of(host))
+        assert "rate 10Mbit " in _queueing(*sends)
+        assert "rate 50Mbit " in _queueing(*receives)
+        opened.set_rates(parse_link("unlimited"))
+        assert not any("tbf" in _queueing(*end) for end in (sends, receives))
+
+
+def _queueing(namespace: str, interface: str) -> str:
+    with network.inside(namespace):
+        return subprocess.check_output(["tc", "qdisc", "show", "dev", interface], text=True)
 
 
 @needs_lab

@@ -61,12 +61,6 @@ def test_the_cause_comes_before_the_errors_that_follow_from_it():
     assert isinstance(caught.value.failures[1].error, PeerLostError)
 
 
-def test_an_error_that_does_not_survive_pickle_arrives_as_text():
-    with pytest.raises(launch.RanksFailedError, match="1 and 2") as caught:
-        launch.run_ranks(launched.raise_what_does_not_survive_pickle, 1)
-    assert "Unsendable" in caught.value.failures[0].trace
-
-
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_a_failure_as_any_other():
     with pytest.raises(launch.RanksFailedError, match="rank 0 was killed by SIGKILL"):
         launch.run_ranks(launched.die_in_the_middle_of_a_message, 1)
