@@ -64,8 +64,8 @@ def test_without_a_name_three_algorithms_are_compared(tmp_path):
 @pytest.mark.gloo
 def test_two_ranks_learn(tmp_path):
     tmp_path.joinpath("bagua-demo-loss.png").mkdir()
-    said, rows = finished(tmp_path, "--algorithm", "bytegrad", "--steps", "40")
-    assert "the same 40 steps of 2 processes, over " in said
+    said, rows = finished(tmp_path, "--algorithm", "bytegrad", "--steps", "24")
+    assert "the same 24 steps of 2 processes, over " in said
     assert max(rows["bytegrad"][4:]) < 0.7 * math.log(256)  # All bytes were equally likely.
     assert "picture: not drawn; " in said
 

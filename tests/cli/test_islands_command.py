@@ -33,8 +33,3 @@ def test_a_run_that_lives_is_left_alone_unless_it_is_forced(tmp_path, capsys):
 def test_an_address_that_is_none_is_an_error(capsys):
     assert main(["islands", "clean", "s3://"]) == 1
     assert "bagua islands: " in capsys.readouterr().err
-
-
-def test_a_secret_in_an_address_is_not_told(capsys):
-    assert main(["islands", "clean", "s3://key:secret@bucket/run"]) == 1
-    assert "secret@" not in capsys.readouterr().err
