@@ -171,16 +171,6 @@ def test_each_pass_has_all_samples_over_all_ranks(shuffle):
     assert (passes[0] != passes[1]) == shuffle
 
 
-def test_what_was_loaded_and_not_trained_on_is_given_out_again():
-    sampler = new_sampler(0, 10, shuffle=False)
-    sampler.begin()
-    drawn = iter(sampler)
-    assert [next(drawn) for _ in range(5)] == [0, 1, 2, 3, 4]
-    sampler.record(2)
-    assert len(sampler) == 8
-    assert list(sampler) == [2, 3, 4, 5, 6, 7, 8, 9]
-
-
 def test_training_goes_on_at_the_last_exchange():
     sampler = new_sampler(0, 12, shuffle=False)
     sampler.begin()
