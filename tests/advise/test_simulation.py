@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from bagua.link import parse_link
 MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
 #: One byte takes a microsecond.
 CLUSTER = Cluster(2, 1, parse_link(f"{8 * 1514 / 1448}mbit"))
+UNLIMITED = Cluster(2, 1, parse_link("unlimited"))
 ARRIVALS, STEP_S = (0.5, 1.0), 1.2
 
 
@@ -48,23 +50,34 @@ def seconds(
     return step_seconds(rehearsal, ARRIVALS, STEP_S, cluster, machine, [1.0] * (periods * len(texts)))
 
 
-def test_without_exchanges_a_step_takes_what_it_computes() -> None:
-    assert seconds(ALONE) == pytest.approx(STEP_S)
-
-
-def test_an_exchange_after_the_last_gradient_is_all_exposed() -> None:
-    assert seconds(LATE, sending(300_000)) == pytest.approx(STEP_S + 0.3)
-
-
-def test_an_exchange_hides_behind_the_rest_of_the_backward_pass() -> None:
-    assert seconds(EARLY, sending(300_000)) == pytest.approx(STEP_S)
-    assert seconds(EARLY, sending(700_000)) == pytest.approx(STEP_S + 0.2)
-
-
-def test_two_exchanges_share_the_link() -> None:
-    # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
-    found = seconds("a0 s0 a1 s1 w0 w1 t", sending(700_000), sending(300_000))
-    assert found == pytest.approx(STEP_S + 0.5)
+@pytest.mark.parametrize(
+    ("steps", "runs", "more", "expected"),
+    [
+        pytest.param(ALONE, [], {}, STEP_S, id="without exchanges"),
+        pytest.param(LATE, [sending(300_000)], {}, STEP_S + 0.3, id="all of it after the last gradient"),
+        pytest.param(EARLY, [sending(300_000)], {}, STEP_S, id="hidden behind the backward pass"),
+        pytest.param(EARLY, [sending(700_000)], {}, STEP_S + 0.2, id="longer than the backward pass"),
+        # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
+        pytest.param(
+            "a0 s0 a1 s1 w0 w1 t", [sending(700_000), sending(300_000)], {}, STEP_S + 0.5, id="two share the link"
+        ),
+        pytest.param(
+            BOTH,
+            [sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1)],
+            {},
+            STEP_S + 0.4,
+            id="one after the other in a background thread",
+        ),
+        pytest.param(EARLY, [sending(100_000, before=0.2)], {}, STEP_S + 0.2, id="after work that holds up a thread"),
+        pytest.param(SELDOM, [sending(400_000)], {}, STEP_S + 0.1, id="in every fourth step"),
+        pytest.param("a0 a1 t w0' s0", [sending(1_000_000)], {"periods": 6}, STEP_S, id="behind a whole step"),
+        pytest.param(LATE, [sending(300_000)], {"cluster": UNLIMITED}, STEP_S, id="a link without limit"),
+    ],
+)
+def test_a_step_takes_what_can_be_added_up(
+    steps: str | tuple[str, ...], runs: list[Run], more: dict[str, Any], expected: float
+) -> None:
+    assert seconds(steps, *runs, **more) == pytest.approx(expected)
 
 
 def test_a_call_that_waits_for_its_next_message_leaves_the_link_to_others() -> None:
@@ -94,21 +107,7 @@ def test_bytes_load_a_core_as_much_as_was_measured() -> None:
         assert found == pytest.approx(STEP_S + added_s)
 
 
-def test_what_a_background_thread_runs_goes_one_after_the_other() -> None:
-    runs = (sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1))
-    assert seconds(BOTH, *runs) == pytest.approx(STEP_S + 0.4)
-
-
-def test_work_before_the_first_call_holds_up_the_thread_that_computes() -> None:
-    assert seconds(EARLY, sending(100_000, before=0.2)) == pytest.approx(STEP_S + 0.2)
-
-
-def test_an_exchange_in_every_fourth_step_counts_a_quarter() -> None:
-    assert seconds(SELDOM, sending(400_000)) == pytest.approx(STEP_S + 0.1)
-
-
-def test_what_is_waited_for_a_period_later_hides_behind_a_whole_step() -> None:
-    assert seconds("a0 a1 t w0' s0", sending(1_000_000), periods=6) == pytest.approx(STEP_S)
+def test_what_is_waited_for_a_period_later_limits_steps_in_the_end() -> None:
     assert seconds("a0 a1 t w0' s0", sending(2_400_000), periods=20) == pytest.approx(2.4, rel=0.1)
 
 
@@ -117,11 +116,6 @@ def test_threads_share_the_cores_that_a_rank_has() -> None:
     assert seconds(EARLY, codec) == pytest.approx(STEP_S, abs=1e-4)
     # Both go at half speed until the codec is through with its 0.4 s.
     assert seconds(EARLY, codec, machine=replace(MACHINE, cores=1)) == pytest.approx(STEP_S + 0.4, abs=1e-4)
-
-
-def test_a_link_without_limit_takes_no_time() -> None:
-    there = Cluster(2, 1, parse_link("unlimited"))
-    assert seconds(LATE, sending(300_000), cluster=there) == pytest.approx(STEP_S)
 
 
 def test_a_bucket_of_tokens_lets_the_first_bytes_pass_at_once() -> None:
