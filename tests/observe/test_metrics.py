@@ -11,9 +11,8 @@ import torch
 
 import bagua.comm
 import bagua.torch_api as bagua_api
-from bagua.algorithms.async_model_average import Averager
 from bagua.observe.straggler import Reading, latest_rank
-from bagua.torch_api.algorithms import async_model_average, gradient_allreduce
+from bagua.torch_api.algorithms import gradient_allreduce
 from tests.membership import training as islands_of_threads
 
 pytestmark = pytest.mark.threads
@@ -141,18 +140,3 @@ def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
     assert all(end[1]["comm/bytes_between_islands"] > end[0]["comm/bytes_between_islands"] > 0 for end in ends)
     names = ("comm/epoch_members", "comm/contributed")
     assert [[tuple(found[name] for name in names) for found in end] for end in ends] == [[(3, 3), (2, 2)]] * 2
-
-
-def test_averages_in_the_background_are_counted(thread_ranks, monkeypatch):
-    made, average = [], Averager._average
-    monkeypatch.setattr(Averager, "_average", lambda self, *, last: made.append(average(self, last=last)))
-
-    def averaged() -> float:
-        model = train(async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=1e9), 2)
-        for _ in range(2):
-            model.bagua_algorithm.abort(model)
-            model.bagua_algorithm.resume(model)
-        return bagua_api.metrics()["comm/averages"]
-
-    assert thread_ranks(3, averaged) == [len(made) / 3] * 3
-    assert len(made) >= 2 * 3  # Before an end that a rank is late for, there is one more.

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm import Call, CallTimes, Place, Recorder, in_background, solo_group
+from bagua.comm import Call, CallTimes, Place, Recorder, in_background
 from bagua.comm.records import recorder as records
 from bagua.comm.records.recorder import LATEST_LENGTH, Statistics
 from bagua.comm.records.statistics import KindStatistics
-from bagua.engine.schedule.lanes import ThreadLane
 from bagua.errors import CommunicationError
 from tests.harness import until
 
@@ -123,19 +122,6 @@ def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statisti
     recorder.retire(statistics)
     assert recorder.open == ()
     assert recorder.times() == CallTimes(500.0, 500.0, 0.0, 500.0, 500)
-
-
-def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
-    recorder = Recorder(clock)
-    lane = ThreadLane(solo_group().duplicate("test-observe"), torch.device("cpu"))
-    lane.recorder = recorder
-
-    def exchange() -> None:
-        assert recorder.blocked_s(clock()) >= 0.0
-
-    lane.run(exchange)()
-    lane.close()
-    assert recorder.blocked_s(clock()) == 0.0
 
 
 def fail_unattended(checked: bool) -> str:
