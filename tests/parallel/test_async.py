@@ -31,7 +31,7 @@ from bagua.errors import (
     PeerLostError,
 )
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from tests.algorithms.replicas import Replicas
+from tests.algorithms.replicas import Replicas, plain_sgd
 from tests.harness import (
     State,
     assert_close,
@@ -42,6 +42,7 @@ from tests.harness import (
     reference,
     snapshot,
     train_steps,
+    until,
 )
 from tests.parallel.wrapping import Loop, Recomputed, assert_trained, on_ranks
 
@@ -49,10 +50,6 @@ OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
 #: Between two steps of ranks that train until something happens: it takes them little of the processor.
 PACE_S = 0.002
-
-
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
 
 
 class Averaged(Loop):
@@ -96,31 +93,16 @@ def abort(model) -> State:
     return snapshot(model)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.001)
-
-
 def waits_for_the_end(model, rank: int) -> Callable[[], bool]:
     """Whether ``rank`` has told this one that it waits for the end."""
     return lambda: bool(averager_of(model)._words[rank] & ENDING)
 
 
-@pytest.fixture
-def averaged_ranks(thread_ranks):
-    """``averaged_ranks(3, body)`` runs ``body(loop)`` on ranks that have averaged once."""
-
-    def run(size, body, **options):
-        def train():
-            loop = Averaged()
-            loop.train_until_averaged()
-            return body(loop)
-
-        return thread_ranks(size, train, **options)
-
-    return run
+def averaged() -> Averaged:
+    """A model that has been averaged once."""
+    loop = Averaged()
+    loop.train_until_averaged()
+    return loop
 
 
 class Number(nn.Module):
@@ -190,7 +172,7 @@ def test_the_steps_made_meanwhile_are_kept(thread_ranks):
         for _ in range(3):
             due(model)
             model.step_by(8.0 * rank)  # The snapshot was put down before.
-            wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+            until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
             model.step_by(1.0)
             seen.append(model.value)
         return seen
@@ -323,11 +305,11 @@ def test_ranks_may_stop_after_different_numbers_of_steps() -> State:
 def test_who_waits_in_abort_holds_up_none_that_trains():
     model = number()
     if bagua.comm.get_rank() == 0:
-        wait_until(waits_for_the_end(model, 1))
+        until(waits_for_the_end(model, 1))
         for made in range(1, 4):
             due(model)
             model.step_by(1.0)
-            wait_until(lambda made=made: averages_of(model) == made)
+            until(lambda made=made: averages_of(model) == made)
     abort(model)
     assert (averages_of(model), model.value) == (4.0, 1.5)
 
@@ -336,9 +318,9 @@ def test_who_waits_in_abort_holds_up_none_that_trains():
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_abort_and_resume_from_any_rank(averaged_ranks, first):
-    def body(loop) -> list[State]:
-        ends = []
+def test_abort_and_resume_from_any_rank(thread_ranks, first):
+    def train() -> list[State]:
+        loop, ends = averaged(), []
         for _ in range(3):
             loop.train_until_averaged()
             if loop.rank != first:
@@ -352,26 +334,25 @@ def test_abort_and_resume_from_any_rank(averaged_ranks, first):
             loop.resume()
         return ends
 
-    for ends in zip(*averaged_ranks(3, body), strict=True):
+    for ends in zip(*thread_ranks(3, train), strict=True):
         assert_same_on_all_ranks(ends)
 
 
-def test_averages_are_formed_again_when_all_have_resumed(averaged_ranks):
-    def body(loop) -> None:
-        before = loop.abort()
-        made = averages_of(loop.model)
-        if loop.rank == 0:
-            loop.resume()
-            loop.train(20)
-            time.sleep(0.05)
-            assert averages_of(loop.model) == made
-        bagua.comm.barrier()
-        if loop.rank == 1:
-            assert_same_on_all_ranks([before, snapshot(loop.model)])
-            loop.resume()
-        loop.train_until_averaged()
-
-    averaged_ranks(2, body)
+@on_ranks(2)
+def test_averages_are_formed_again_when_all_have_resumed():
+    loop = averaged()
+    before = loop.abort()
+    made = averages_of(loop.model)
+    if loop.rank == 0:
+        loop.resume()
+        loop.train(20)
+        time.sleep(0.05)
+        assert averages_of(loop.model) == made
+    bagua.comm.barrier()
+    if loop.rank == 1:
+        assert_same_on_all_ranks([before, snapshot(loop.model)])
+        loop.resume()
+    loop.train_until_averaged()
 
 
 @on_ranks(2)
@@ -406,7 +387,7 @@ def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
                 parameter.fill_(2.0 * rank)  # Wrapping made them equal.
         due(model)
         model(torch.zeros(1, 1)).sum().backward()
-        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+        until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
         views, last.views = last.views, interrupt
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, 1))
@@ -426,7 +407,7 @@ def ctrl_c(model) -> Iterator[None]:
     wait = averager._stopped.wait
 
     def interrupt(_: float) -> bool:
-        wait_until(waits_for_the_end(model, averager._group.rank))
+        until(waits_for_the_end(model, averager._group.rank))
         raise KeyboardInterrupt
 
     averager._stopped.wait = interrupt
@@ -435,15 +416,16 @@ def ctrl_c(model) -> Iterator[None]:
     averager._stopped.wait = wait
 
 
-def test_ctrl_c_in_abort_before_the_others_come(averaged_ranks):
+def test_ctrl_c_in_abort_before_the_others_come(thread_ranks):
     interrupted, ends = threading.Event(), threading.Event()
 
-    def body(loop) -> State:
+    def train() -> State:
+        loop = averaged()
         if loop.rank == 0:
             with ctrl_c(loop.model):
                 loop.abort()
             interrupted.set()
-            wait_until(waits_for_the_end(loop.model, 1))
+            until(waits_for_the_end(loop.model, 1))
             loop.train_until_averaged(3)
             ends.set()
         assert interrupted.wait(60)
@@ -451,23 +433,22 @@ def test_ctrl_c_in_abort_before_the_others_come(averaged_ranks):
         assert ends.is_set(), "rank 0 still trained"
         return snapshot(loop.model)
 
-    assert_same_on_all_ranks(averaged_ranks(2, body))
+    assert_same_on_all_ranks(thread_ranks(2, train))
 
 
 @pytest.mark.parametrize("then", ["abort", "finish"])
-def test_ctrl_c_in_abort_while_the_others_come(averaged_ranks, then):
-    def body(loop) -> State:
-        if loop.rank == 0:
-            wait_until(waits_for_the_end(loop.model, 1))
-            with ctrl_c(loop.model):
-                loop.abort()
-        if loop.rank == 1 or then == "abort":
+@on_ranks(2, assert_same_on_all_ranks)
+def test_ctrl_c_in_abort_while_the_others_come(then) -> State:
+    loop = averaged()
+    if loop.rank == 0:
+        until(waits_for_the_end(loop.model, 1))
+        with ctrl_c(loop.model):
             loop.abort()
-        if then == "finish":
-            loop.model.bagua_finish()
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(averaged_ranks(2, body))
+    if loop.rank == 1 or then == "abort":
+        loop.abort()
+    if then == "finish":
+        loop.model.bagua_finish()
+    return snapshot(loop.model)
 
 
 # Warm-up.
@@ -510,47 +491,44 @@ def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it() -> State:
 # What training loops do.
 
 
-def test_weights_stay_while_a_step_goes_on(averaged_ranks):
+@on_ranks(2)
+def test_weights_stay_while_a_step_goes_on():
     """Several forwards in a step, ``no_sync``, ``eval`` and ``no_grad`` are no safe points."""
-
-    def body(loop) -> None:
-        inputs = torch.ones(1, 8)
-        for _ in range(20):
-            with loop.model.no_sync():
-                loop.model(inputs).square().mean().backward()
-            before = snapshot(loop.model)
-            time.sleep(0.003)
-            with loop.model.no_sync():
-                loop.model(inputs).square().mean().backward()
-            loop.model.eval()(inputs)
-            with torch.no_grad():
-                loop.model.train()(inputs)
-            loss = loop.model(inputs).square().mean() + loop.model(inputs).square().mean()
-            assert_same_on_all_ranks([before, snapshot(loop.model)])
-            loss.backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-        loop.abort()
-
-    averaged_ranks(2, body)
+    loop = averaged()
+    inputs = torch.ones(1, 8)
+    for _ in range(20):
+        with loop.model.no_sync():
+            loop.model(inputs).square().mean().backward()
+        before = snapshot(loop.model)
+        time.sleep(0.003)
+        with loop.model.no_sync():
+            loop.model(inputs).square().mean().backward()
+        loop.model.eval()(inputs)
+        with torch.no_grad():
+            loop.model.train()(inputs)
+        loss = loop.model(inputs).square().mean() + loop.model(inputs).square().mean()
+        assert_same_on_all_ranks([before, snapshot(loop.model)])
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.abort()
 
 
-def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd(averaged_ranks):
-    def body(loop) -> None:
-        weight = next(loop.model.parameters())
-        stale = loss_of(loop.model, loop.rank, 0)  # Its backward pass comes too late.
-        before = weight._version
+@on_ranks(2)
+def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd():
+    loop = averaged()
+    weight = next(loop.model.parameters())
+    stale = loss_of(loop.model, loop.rank, 0)  # Its backward pass comes too late.
+    before = weight._version
 
-        def an_average_is_taken_in() -> bool:  # No optimizer changes the weights here.
-            loss_of(loop.model, loop.rank, 1).backward()
-            return weight._version != before
+    def an_average_is_taken_in() -> bool:  # No optimizer changes the weights here.
+        loss_of(loop.model, loop.rank, 1).backward()
+        return weight._version != before
 
-        wait_until(an_average_is_taken_in)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            stale.backward()
-        loop.abort()
-
-    averaged_ranks(2, body)
+    until(an_average_is_taken_in)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    loop.abort()
 
 
 def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
@@ -666,44 +644,38 @@ def test_training_goes_on_after_finish_with_averages():
     for _ in range(2):
         due(model)
         model.step_by(0.0)
-        wait_until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
+        until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
     assert seen == [1.0, 2.0]
 
 
-def test_one_rank_that_ends_while_another_one_switches(averaged_ranks):
-    def body(loop) -> tuple[int, ...]:
-        with pytest.raises(CollectiveMismatchError) as caught:
-            loop.abort() if loop.rank == 0 else loop.model.bagua_finish()
-        return caught.value.peers
-
-    assert averaged_ranks(2, body) == [(1,), (1,)]
-
-
-def test_one_rank_alone_changes_its_model(averaged_ranks):
-    named = threading.Event()
-
-    def body(loop) -> tuple[int, ...]:
-        if loop.rank == 1:
-            with contextlib.suppress(PeerLostError):  # Rank 0 has given up.
-                loop.train_until(named.is_set)
-            return ()
-        loop.model[0].weight.requires_grad_(False)
-        with pytest.raises(CollectiveTimeoutError, match="not all ranks stopped") as caught:
-            loop.train()
-        named.set()
-        return caught.value.peers
-
-    assert averaged_ranks(2, body, timeout_s=1.0)[0] == (1,)
+@on_ranks(2)
+def test_one_rank_that_ends_while_another_one_switches():
+    loop = averaged()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        loop.abort() if loop.rank == 0 else loop.model.bagua_finish()
+    assert caught.value.peers == (1,)
 
 
-def test_another_wrapper_of_the_same_module_ends_averaging(averaged_ranks):
-    def body(loop) -> None:
-        thread = averager_of(loop.model)._thread
-        other = DistributedDataParallel(loop.model, bucket_bytes=1000)
-        assert not thread.is_alive()
-        train_steps(other, loop.optimizer, loop.rank, range(3))
+@on_ranks(2, timeout_s=1.0)
+def test_one_rank_alone_changes_its_model():
+    loop = averaged()
+    if loop.rank == 1:
+        with pytest.raises(PeerLostError):  # Rank 0 has given up.
+            loop.train_until(lambda: False)
+        return
+    loop.model[0].weight.requires_grad_(False)
+    with pytest.raises(CollectiveTimeoutError, match="not all ranks stopped") as caught:
+        loop.train()
+    assert caught.value.peers == (1,)
 
-    averaged_ranks(2, body)
+
+@on_ranks(2)
+def test_another_wrapper_of_the_same_module_ends_averaging():
+    loop = averaged()
+    thread = averager_of(loop.model)._thread
+    other = DistributedDataParallel(loop.model, bucket_bytes=1000)
+    assert not thread.is_alive()
+    train_steps(other, loop.optimizer, loop.rank, range(3))
 
 
 # The end of a rank.
@@ -711,8 +683,9 @@ def test_another_wrapper_of_the_same_module_ends_averaging(averaged_ranks):
 
 @pytest.mark.parametrize("leave", [lambda model: model.bagua_close(), lambda _: bagua.comm.destroy_process_group()])
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_rank_that_leaves_lets_the_others_train_on_and_end(averaged_ranks, leave, paused, caplog):
-    def body(loop) -> None:
+def test_a_rank_that_leaves_lets_the_others_train_on_and_end(thread_ranks, leave, paused, caplog):
+    def train() -> None:
+        loop = averaged()
         thread = averager_of(loop.model)._thread
         if paused:
             loop.abort()
@@ -728,23 +701,22 @@ def test_a_rank_that_leaves_lets_the_others_train_on_and_end(averaged_ranks, lea
             loop.resume()
         assert caught.value.peers == (1,)
 
-    averaged_ranks(3, body)
+    thread_ranks(3, train)
     warned = [record for record in caplog.records if "goes on without averages" in record.getMessage()]
     assert len(warned) == (0 if paused else 2)
 
 
-def test_a_rank_that_leaves_ends_the_abort_of_others(averaged_ranks):
-    def body(loop) -> None:
-        if loop.rank == 1:
-            wait_until(waits_for_the_end(loop.model, 0))
-            loop.model.bagua_close()
-            with pytest.raises(CommunicatorClosedError, match="was closed"):
-                loop.resume()
-            return
-        with pytest.raises(PeerLostError, match="rank 1 has left"):
-            loop.abort()
-
-    averaged_ranks(2, body)
+@on_ranks(2)
+def test_a_rank_that_leaves_ends_the_abort_of_others():
+    loop = averaged()
+    if loop.rank == 1:
+        until(waits_for_the_end(loop.model, 0))
+        loop.model.bagua_close()
+        with pytest.raises(CommunicatorClosedError, match="was closed"):
+            loop.resume()
+        return
+    with pytest.raises(PeerLostError, match="rank 1 has left"):
+        loop.abort()
 
 
 @on_ranks(2)
@@ -754,7 +726,7 @@ def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others():
     thread = averager_of(loop.model)._thread
     if loop.rank == 0:
         del loop
-    wait_until(lambda: gc.collect() >= 0 and not thread.is_alive())
+    until(lambda: gc.collect() >= 0 and not thread.is_alive())
 
 
 class Killed:
@@ -803,21 +775,20 @@ def test_a_rank_that_is_killed_at_any_point_of_a_round_is_named_by_the_others(th
         assert [one.value for one in outcomes if one.rank != victim] == [(victim,)] * 2, (point, outcomes)
 
 
-def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average(averaged_ranks):
+@on_ranks(3)
+def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average():
     def fail(*_: object) -> None:
         raise MemoryError("for the test")
 
-    def body(loop) -> None:
-        averager = averager_of(loop.model)
-        if loop.rank == 1:
-            wait_until(lambda: averager.stage is Stage.DIFFERENCE)
-            averager._communicator.allreduce = fail
-            wait_until(lambda: not averager._thread.is_alive())
-            assert averager.stage is Stage.EMPTY
-        with pytest.raises(MemoryError if loop.rank == 1 else PeerLostError, match="for the test"):
-            loop.train_until(lambda: False)
-
-    averaged_ranks(3, body)
+    loop = averaged()
+    averager = averager_of(loop.model)
+    if loop.rank == 1:
+        until(lambda: averager.stage is Stage.DIFFERENCE)
+        averager._communicator.allreduce = fail
+        until(lambda: not averager._thread.is_alive())
+        assert averager.stage is Stage.EMPTY
+    with pytest.raises(MemoryError if loop.rank == 1 else PeerLostError, match="for the test"):
+        loop.train_until(lambda: False)
 
 
 @on_ranks(2)
@@ -831,7 +802,7 @@ def test_an_error_of_averaging_keeps_no_model_alive():
         loop.train_until(lambda: False)
     averager, gone = averager_of(loop.model), weakref.ref(loop.model)
     del loop
-    wait_until(lambda: gc.collect() >= 0 and gone() is None)
+    until(lambda: gc.collect() >= 0 and gone() is None)
     assert averager.error is not None
 
 
