@@ -102,7 +102,8 @@ class OptimizerError(Exception):
 
 
 @pytest.mark.parametrize("at_step", [0, 2])
-def test_an_error_in_an_optimizer_ends_every_rank(thread_ranks, at_step):
+@on_ranks(2)
+def test_an_error_in_an_optimizer_ends_every_rank(at_step):
     class Fails(torch.optim.SGD):
         steps = 0
 
@@ -112,33 +113,28 @@ def test_an_error_in_an_optimizer_ends_every_rank(thread_ranks, at_step):
             self.steps += 1
             return super().step(closure)
 
-    def run() -> None:
-        rank = bagua.comm.get_rank()
-        model = wrap(optim_fn=lambda named: Fails([parameter for _, parameter in named], lr=0.1))
-        train(model, range(at_step))
-        with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
-            train(model, range(at_step, at_step + 3))
-        with pytest.raises(BaguaError):
-            train(model, [9])
-
-    thread_ranks(2, run)
+    rank = bagua.comm.get_rank()
+    model = wrap(optim_fn=lambda named: Fails([parameter for _, parameter in named], lr=0.1))
+    train(model, range(at_step))
+    with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+        train(model, range(at_step, at_step + 3))
+    with pytest.raises(BaguaError):
+        train(model, [9])
 
 
-def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank(thread_ranks):
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank():
     def make(named):
         if bagua.comm.get_rank() == 1:
             raise OptimizerError
         return plain_sgd(named)
 
-    def run() -> None:
-        rank = bagua.comm.get_rank()
-        model = wrap(optim_fn=make)
-        with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
-            train(model, range(2))
-        with pytest.raises(BaguaError):
-            loss_of(model, rank, 3).backward()
-
-    thread_ranks(2, run)
+    rank = bagua.comm.get_rank()
+    model = wrap(optim_fn=make)
+    with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+        train(model, range(2))
+    with pytest.raises(BaguaError):
+        loss_of(model, rank, 3).backward()
 
 
 @on_ranks(6)

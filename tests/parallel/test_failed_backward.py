@@ -178,26 +178,24 @@ def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
 
 
 @pytest.mark.parametrize("ends", ["bagua_finish", "with_bagua"])
-def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(thread_ranks, ends):
+@on_ranks(2)
+def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(ends):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    def train() -> None:
-        loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
-        loop.train(3)
-        wrapped = loop.wrapped
-        courses = wrapped._bagua_engine.reducer.scheduler.courses
-        under_way = [flight for course in courses for flight in course.flights]
-        assert under_way
-        for flight in under_way:
-            flight.wait = interrupted
-        bagua.comm.barrier()  # Who gives up ends the calls of others, too.
-        with pytest.raises(KeyboardInterrupt):
-            wrapped.bagua_finish() if ends == "bagua_finish" else wrapped.with_bagua(loop.optimizer)
-        with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
-            wrapped.bagua_finish()
-
-    thread_ranks(2, train)
+    loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
+    loop.train(3)
+    wrapped = loop.wrapped
+    courses = wrapped._bagua_engine.reducer.scheduler.courses
+    under_way = [flight for course in courses for flight in course.flights]
+    assert under_way
+    for flight in under_way:
+        flight.wait = interrupted
+    bagua.comm.barrier()  # Who gives up ends the calls of others, too.
+    with pytest.raises(KeyboardInterrupt):
+        wrapped.bagua_finish() if ends == "bagua_finish" else wrapped.with_bagua(loop.optimizer)
+    with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
+        wrapped.bagua_finish()
 
 
 @dataclass(frozen=True)
@@ -217,24 +215,22 @@ class _Slower(Algorithm):
 
 @pytest.mark.parametrize("algorithm", [WarmsUp(FAILS_IN), _Slower()])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(thread_ranks, algorithm, error):
+@on_ranks(2)
+def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(algorithm, error):
     """The others are in the next phase already: nothing that this rank did later would fit."""
 
     def interrupted() -> None:
         raise error("in the middle")
 
-    def train() -> None:
-        loop = with_algorithm(algorithm)
-        loop.train(FAILS_IN)
-        if loop.rank == 0:
-            with pytest.raises(PeerLostError, match="rank 1") as caught:
-                loop.train(2 * FAILS_IN)
-            assert caught.value.peers == (1,)
-            return
-        loop.model._bagua_engine.reducer.scheduler.flush = interrupted
-        with pytest.raises(error):
-            loop.train()
-        with pytest.raises(CommunicatorClosedError, match="in the middle"):
-            loop.train()
-
-    thread_ranks(2, train)
+    loop = with_algorithm(algorithm)
+    loop.train(FAILS_IN)
+    if loop.rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            loop.train(2 * FAILS_IN)
+        assert caught.value.peers == (1,)
+        return
+    loop.model._bagua_engine.reducer.scheduler.flush = interrupted
+    with pytest.raises(error):
+        loop.train()
+    with pytest.raises(CommunicatorClosedError, match="in the middle"):
+        loop.train()
