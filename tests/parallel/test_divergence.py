@@ -84,10 +84,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("at", [0, 3])
-def test_ranks_that_differ_get_an_error_that_names_what_and_who(thread_ranks, name, at):
+@pytest.mark.parametrize(("at", "options"), [(0, {}), (3, {"check_every": 1})], ids=["at first", "later"])
+def test_ranks_that_differ_get_an_error_that_names_what_and_who(thread_ranks, name, at, options):
     mistake, message = MISTAKES[name]
-    ends = thread_ranks(3, partial(train, check_every=1), mistake, at)
+    ends = thread_ranks(3, partial(train, **options), mistake, at)
     for rank, (error, step, _) in enumerate(ends):
         assert isinstance(error, CollectiveMismatchError)
         assert step == at
@@ -95,12 +95,6 @@ def test_ranks_that_differ_get_an_error_that_names_what_and_who(thread_ranks, na
         assert error.peers == ((1, 2) if name == "load" else (1,))
         with pytest.raises(CollectiveMismatchError, match=message):
             raise error
-
-
-def test_a_checkpoint_on_rank_0_alone_is_found_in_the_first_step_by_default(thread_ranks):
-    for error, step, _ in thread_ranks(2, train, load_on_first, 0):
-        assert isinstance(error, CollectiveMismatchError)
-        assert step == 0
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "top_k"])
@@ -151,18 +145,6 @@ def test_a_model_that_changed_on_one_rank_alone_keeps_nobody_waiting(thread_rank
     assert "on every rank" in str(first)
     assert isinstance(second, PeerLostError)
     assert "change of the model that other ranks did not make" in str(second)
-
-
-def load_everywhere(model: torch.nn.Module, _: torch.optim.Optimizer, __: int) -> None:
-    model.load_state_dict(mlp(seed=7).state_dict())
-
-
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", DILOCO, "decentralized"])
-def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, algorithm):
-    with caplog.at_level(logging.WARNING, "bagua"):
-        ends = thread_ranks(2, partial(train, check_every=1), load_everywhere, 3, algorithm)
-    assert [error for error, _, _ in ends] == [None, None]
-    assert "loaded" not in caplog.text
 
 
 def in_buckets_of_the_user(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
@@ -280,16 +262,6 @@ def test_a_run_that_was_resumed_is_compared_as_before():
         loop.train()
 
 
-def load_twice_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
-    for _ in range(2 - rank):
-        model.load_state_dict(mlp(seed=7).state_dict())
-
-
-def test_ranks_that_loaded_more_often_than_others_before_one_step_meet(thread_ranks):
-    ends = thread_ranks(2, partial(train, steps=110), load_twice_on_first, 3, DILOCO)
-    assert [error for error, _, _ in ends] == [None, None]
-
-
 @pytest.mark.parametrize("again", ["", "bytegrad"])
 def test_settings_and_state_of_what_is_not_exchanged_stay_a_rank_s_own(thread_ranks, caplog, again):
     def train_an_expert_of_its_own() -> None:
@@ -388,6 +360,10 @@ def swap_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -
         model.load_state_dict(kept)
 
 
+def load_everywhere(model: torch.nn.Module, _: torch.optim.Optimizer, __: int) -> None:
+    model.load_state_dict(mlp(seed=7).state_dict())
+
+
 def swap_on_first_and_load_everywhere(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     swap_on_first(model, optimizer, rank)
     load_everywhere(model, optimizer, rank)
@@ -414,11 +390,29 @@ def test_weights_that_are_put_back_change_nothing(thread_ranks, caplog, algorith
     assert "loaded" not in caplog.text
 
 
-@pytest.mark.parametrize("mistake", [swap_on_first_and_load_everywhere, load_the_same_everywhere])
-@pytest.mark.parametrize("algorithm", ["local_sgd", DILOCO])
-def test_a_load_on_all_ranks_counts_once_on_each(thread_ranks, mistake, algorithm):
-    ends = thread_ranks(2, partial(train, check_every=1), mistake, 3, algorithm)
+def load_twice_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    for _ in range(2 - rank):
+        model.load_state_dict(mlp(seed=7).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("load", "algorithm", "options"),
+    [
+        *((load_everywhere, name, {"check_every": 1}) for name in ("gradient_allreduce", DILOCO, "decentralized")),
+        *(
+            (load, name, {"check_every": 1})
+            for load in (swap_on_first_and_load_everywhere, load_the_same_everywhere)
+            for name in ("local_sgd", DILOCO)
+        ),
+        (load_twice_on_first, DILOCO, {"steps": 110}),
+    ],
+)
+def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, load, algorithm, options):
+    """However often each of them loads before one step."""
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, partial(train, **options), load, 3, algorithm)
     assert [error for error, _, _ in ends] == [None, None]
+    assert "loaded" not in caplog.text
 
 
 @on_ranks(2)
