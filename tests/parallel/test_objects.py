@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -110,20 +108,6 @@ def _saved(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
-@on_ranks(2, assert_same_on_all_ranks)
-def test_averaged_model_works(wrap) -> State:
-    loop = _trained(wrap)
-    averaged = torch.optim.swa_utils.AveragedModel(loop.wrapped)
-    for _ in range(3):
-        loop.train()
-        averaged.update_parameters(loop.wrapped)
-    averaged.eval()
-    averaged(torch.zeros(1, 8))
-    assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), loop.model.parameters(), strict=True))
-    return snapshot(averaged)
-
-
 @on_ranks(2)
 def test_with_bagua_keeps_the_identity_and_class_of_the_module():
     model = mlp()
@@ -153,15 +137,6 @@ def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
     assert all(count > 0 for count in thread_ranks(2, check)), "this test can fail"
 
 
-@on_ranks(2)
-def test_a_model_that_nobody_holds_is_freed():
-    loop = _trained("bagua_init")
-    gone = weakref.ref(loop.model)
-    del loop
-    gc.collect()
-    assert gone() is None
-
-
 def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
     def check() -> State:
         rank = bagua.comm.get_rank()
@@ -173,24 +148,6 @@ def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
     results = thread_ranks(3, check)
     assert_same_on_all_ranks(results)
     assert results[2]["1.running_mean"].tolist() == [5.0] * 4
-
-
-def test_the_optimizer_state_of_rank_0_is_everywhere_after_wrapping(thread_ranks):
-    def check() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1))
-        if rank == 0:  # As after loading a checkpoint on rank 0 only.
-            loss_of(model, rank, 0).backward()
-            optimizer.step()
-        by_bagua_init(model, optimizer)
-        state = optimizer.state_dict()
-        flat = {f"{index}.{name}": value for index, entry in state["state"].items() for name, value in entry.items()}
-        return flat | {"lr": torch.tensor(state["param_groups"][0]["lr"])}
-
-    results = thread_ranks(2, check)
-    assert any(name.endswith("exp_avg") for name in results[0])
-    assert_same_on_all_ranks(results)
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])

@@ -71,14 +71,18 @@ def test_state_is_written_into_the_tensors_that_are_there(door) -> State:
     return {"momentum": momentum.clone(), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
 
 
-@on_ranks(2)
-def test_what_rank_0_does_not_have_is_gone():
+@pytest.mark.parametrize("stepped", [0, 1])
+@on_ranks(2, assert_same_on_all_ranks)
+def test_state_is_that_of_rank_0_also_where_it_has_none(stepped) -> State:
+    """As after loading a checkpoint on one rank only."""
     rank, model = bagua.comm.get_rank(), mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    if rank:
+    if rank == stepped:
         train_steps(model, optimizer, rank, [0])
     by_with_bagua(model, optimizer)
-    assert len(optimizer.state) == 0
+    assert len(optimizer.state) == (6 if stepped == 0 else 0)
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
 
 
 def double(step: int) -> int:

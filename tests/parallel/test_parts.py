@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,23 +19,9 @@ from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state
 from tests.parallel.wrapping import on_ranks
 
 
-@dataclass
-class Output:
-    loss: torch.Tensor
-    extra: Any = None
-
-
 class Opaque:
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def test_tensors_are_found_in_everything_that_models_return():
-    a, b, c, d, e = (torch.tensor(float(number)) for number in range(5))
-    output = Output(a, extra={"b": [b, (c, "text", 3)], "d": Opaque(Opaque(d)), "set": {1, 2}, "e": e})
-    assert [tensor.item() for tensor in tensors_in(output)] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert list(tensors_in(None)) == []
-    assert [tensor is a for tensor in tensors_in(a)] == [True]
 
 
 def test_outputs_that_contain_themselves_or_lead_everywhere_end():
