@@ -14,7 +14,7 @@ from torch import nn
 import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.parallel.data_parallel import _moved, bucket_bytes_from, buffer_policy, input_device
+from bagua.parallel.data_parallel import _moved, bucket_bytes_from, input_device
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.harness import (
     State,
@@ -22,7 +22,6 @@ from tests.harness import (
     assert_same_on_all_ranks,
     batch,
     gradients,
-    loss_of,
     mlp,
     reference,
     seeded,
@@ -43,7 +42,7 @@ def test_it_takes_every_argument_of_torch_in_the_same_order():
 def test_what_contradicts_itself_or_is_not_offered_is_refused():
     with pytest.raises(ConfigurationError, match="requires"):
         DistributedDataParallel(nn.ReLU())
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match="contradict"):
         DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
     with pytest.raises(BaguaError, match="algorithm"):
         DistributedDataParallel(mlp()).register_comm_hook(None, lambda state, bucket: None)
@@ -84,6 +83,8 @@ def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
         ({"broadcast_buffers": False}, False, False),
         ({"forward_sync_buffers": True}, True, True),
         ({"forward_sync_buffers": False}, True, False),
+        ({"broadcast_buffers": True, "forward_sync_buffers": True}, True, True),
+        ({"broadcast_buffers": False, "forward_sync_buffers": False}, True, False),
     ],
     ids=str,
 )
@@ -178,16 +179,6 @@ def test_a_sub_group_can_be_used(thread_ranks):
     assert_same_on_all_ranks([first, third])
 
 
-@on_ranks(1)
-def test_no_sync_sets_the_attribute_that_frameworks_look_at():
-    wrapped = DistributedDataParallel(mlp())
-    assert wrapped.require_backward_grad_sync
-    with wrapped.no_sync():
-        assert not wrapped.require_backward_grad_sync
-        loss_of(wrapped, 0, 0).backward()
-    assert wrapped.require_backward_grad_sync
-
-
 @pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
 @on_ranks(2)
 def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(name):
@@ -221,9 +212,6 @@ def test_sizes_of_buckets():
     assert bucket_bytes_from(None, 7) == 7
     with pytest.raises(ConfigurationError, match="both"):
         bucket_bytes_from(25, 7)
-    for wrong in (0, -1, True, "25", float("nan")):
-        with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
-            bucket_bytes_from(wrong, None)
 
 
 def test_inputs_go_to_the_one_device_that_holds_the_module():
@@ -257,13 +245,6 @@ def test_tensors_in_nested_inputs_are_moved():
     assert {first.device, second.device, keywords["a"].first.device} == {META}
     assert (three, keywords["a"].second, keywords["b"]) == (3, "text", None)
     assert isinstance(keywords["a"], Pair)
-
-
-def test_buffers():
-    assert buffer_policy(True, True) == buffer_policy(None, True) == (True, True)
-    assert buffer_policy(False, False) == (True, False)
-    with pytest.raises(ConfigurationError, match="contradict"):
-        buffer_policy(True, False)
 
 
 # Groups and meshes of torch.distributed, where a group of bagua could be passed.

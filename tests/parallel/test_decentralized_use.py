@@ -19,16 +19,10 @@ from bagua.parallel.decentralized.wrapper import nodes_for
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.topology import Edge
-from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
 from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
 from tests.parallel.wrapping import on_ranks
 from tests.topologies import UNEVEN_EDGES
-
-
-def test_it_is_where_the_documentation_says():
-    assert DocumentedPath is DecentralizedDataParallel
-
 
 # The mean of all ranks.
 

@@ -161,6 +161,7 @@ def _gradients_of_two(wrap: str, switch: str) -> dict[str, torch.Tensor]:
     calls = bagua.comm.stats()["allreduce"].calls
     if switch == "no_sync":
         with loop.wrapped.no_sync():
+            assert not loop.wrapped.require_backward_grad_sync
             loop.backward()
     else:
         loop.wrapped.require_backward_grad_sync = False
