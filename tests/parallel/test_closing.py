@@ -31,6 +31,7 @@ from tests.harness import (
     sgd,
     snapshot,
     train_steps,
+    until,
 )
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
@@ -59,8 +60,8 @@ def held_at_rest(before: Held | None = None) -> Held:
     """What this process holds when all dropped models were closed."""
     allowed = None if before is None else before._replace(descriptors=before.descriptors + BEATS)
     group = bagua.comm.get_default_group()
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
         gc.collect()
         within = allowed is None or all(a <= b for a, b in zip(held(), allowed, strict=True))
         if within and not group._descendants:
@@ -71,10 +72,7 @@ def held_at_rest(before: Held | None = None) -> Held:
 
 def collect(garbage: weakref.ref[Any]) -> None:
     """Collect garbage until that is gone: ``gc.collect`` does nothing while another thread is at it."""
-    until = time.monotonic() + LIMIT_S
-    while garbage() is not None and time.monotonic() < until:
-        gc.collect()
-    assert garbage() is None
+    until(lambda: gc.collect() >= 0 and garbage() is None)
 
 
 def wide_model() -> nn.Module:
@@ -179,7 +177,8 @@ def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_r
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_a_model_that_failed_can_be_dropped_like_any_other(thread_ranks, algorithm):
+@on_ranks(2)
+def test_a_model_that_failed_can_be_dropped_like_any_other(algorithm):
     """The error knows the frames of the loop that it came through, and these know the model."""
 
     def fail() -> weakref.ref[Any]:
@@ -191,15 +190,8 @@ def test_a_model_that_failed_can_be_dropped_like_any_other(thread_ranks, algorit
             loop.backward()
         return weakref.ref(loop.reducer)
 
-    def drop() -> list[Any]:
-        parent = bagua.comm.get_default_group()
-        reducer = fail()
-        until = time.monotonic() + LIMIT_S
-        while (parent._descendants or reducer() is not None) and time.monotonic() < until:
-            gc.collect()
-        return [*parent._descendants, reducer()]
-
-    assert thread_ranks(2, drop) == [[None], [None]]
+    collect(fail())
+    until(lambda: not bagua.comm.get_default_group()._descendants)
 
 
 def raise_memory_error(gradient: torch.Tensor) -> None:
@@ -285,21 +277,19 @@ def test_a_forked_child_closes_nothing_of_its_parent():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
-    def train() -> None:
-        loop = Loop("with_bagua", find_unused_parameters=True)
-        loop.train(2)
-        loss = loop.loss()
-        loop.wrapped.bagua_close()
-        loss.backward()
-        averaging = wrap_decentralized()
-        train_decentralized(averaging, range(2))
-        loss, before = loss_of(averaging, loop.rank, 2), snapshot(averaging)
-        averaging.bagua_close()
-        loss.backward()
-        assert_same_on_all_ranks([before, snapshot(averaging)])
-
-    thread_ranks(size, train)
+@on_ranks("size")
+def test_a_model_may_be_closed_between_forward_and_backward(size):
+    loop = Loop("with_bagua", find_unused_parameters=True)
+    loop.train(2)
+    loss = loop.loss()
+    loop.wrapped.bagua_close()
+    loss.backward()
+    averaging = wrap_decentralized()
+    train_decentralized(averaging, range(2))
+    loss, before = loss_of(averaging, loop.rank, 2), snapshot(averaging)
+    averaging.bagua_close()
+    loss.backward()
+    assert_same_on_all_ranks([before, snapshot(averaging)])
 
 
 @on_ranks(2)
@@ -314,25 +304,27 @@ def test_a_finalizer_takes_no_lock():
         del loop
         collect(reducer)
         assert not group.closed
-    until = time.monotonic() + LIMIT_S
-    while group in parent._descendants and time.monotonic() < until:
-        time.sleep(0.001)
-    assert len(parent._descendants) == 0
+    until(lambda: not parent._descendants)
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(mlp(), nn.BatchNorm1d(4))
 
 
 @pytest.mark.parametrize("wrap", [*WRAPS, "overlapping"])
 @on_ranks(2)
 def test_a_closed_model_trains_on_alone(wrap):
-    """Like a plain one, on each rank with its own data."""
-    loop, plain = Loop(OverlappingWrapper if wrap == "overlapping" else wrap), Loop(lambda model, _: model)
+    """Like a plain one, on each rank with its own data, and with buffers of its own."""
+    loop = Loop(OverlappingWrapper if wrap == "overlapping" else wrap, normalized)
+    plain = Loop(lambda model, _: model, normalized)
     loop.train(3)
     for _ in range(2):
         loop.wrapped.bagua_close()
-    plain.model.load_state_dict(loop.model.state_dict())
-    plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
     loop.wrapped.state_dict()
     with loop.wrapped.no_sync():
         loop.backward()
+    plain.model.load_state_dict(loop.model.state_dict())
+    plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
     loop.step = plain.step = 3
     assert_same_on_all_ranks([plain.train(3), loop.train(3)])
     assert not bagua.comm.get_default_group()._descendants
@@ -367,19 +359,6 @@ def test_a_decentralized_model_can_be_closed():
     model.bagua_state_dict()
 
 
-def test_buffers_are_not_broadcast_any_more(thread_ranks):
-    def train() -> float:
-        loop = Loop("data_parallel", lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
-        loop.train(2)
-        loop.wrapped.bagua_close()
-        loop.train(2)
-        assert not bagua.comm.get_default_group()._descendants
-        return loop.model[1].running_mean.sum().item()
-
-    first, second = thread_ranks(2, train)
-    assert first != second
-
-
 @on_ranks(2, assert_same_on_all_ranks)
 def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again() -> State:
     loop = Loop(ModelSwitchWrapper)
@@ -408,8 +387,4 @@ def test_a_model_whose_group_is_closed_first_keeps_no_thread(thread_ranks):
 
     before = lanes()
     thread_ranks(2, wrap_and_drop, "bytegrad")
-    until = time.monotonic() + LIMIT_S
-    while len(lanes()) > len(before) and time.monotonic() < until:
-        gc.collect()
-        time.sleep(0.01)
-    assert len(lanes()) <= len(before)
+    until(lambda: gc.collect() >= 0 and len(lanes()) <= len(before))
