@@ -1,7 +1,10 @@
-"""Memory of a wrapped model: at most one buffer of the gradients' size more than without bagua."""
+"""Memory of a wrapped model: at most one buffer of the size of the gradients more, which ranks share where they can."""
 
 from __future__ import annotations
 
+from torch import nn
+
+from bagua.comm.transports.shm.segments import find
 from tests.harness import live_bytes, live_tensors, mlp
 from tests.parallel.wrapping import WRAPS, Loop
 
@@ -27,3 +30,17 @@ def test_extra_memory_is_at_most_one_buffer_of_the_gradients_size(process_ranks)
         assert plain == 3 * gradient_bytes, "weights, gradients, momentum; this test can fail"
         assert set(held) == set(WRAPS)
         assert max(held.values()) <= plain + gradient_bytes + alignment_bytes
+
+
+def _where_gradients_lie() -> tuple[bool, int]:
+    """Whether all are in memory that ranks share, and in how many segments of it."""
+    wide = nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 4))
+    loop = Loop("with_bagua", lambda: wide, bucket_bytes=10**7)
+    loop.train(3)
+    segments = {getattr(find(parameter.grad), "number", None) for parameter in wide.parameters()}
+    return None not in segments, len(segments)
+
+
+def test_fused_gradients_lie_in_one_segment(shm_pool):
+    """They are reduced where they lie."""
+    assert shm_pool.run(_where_gradients_lie, size=2) == [(True, 1)] * 2
