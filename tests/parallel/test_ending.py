@@ -146,6 +146,8 @@ def test_the_page_names_the_period_of_each_algorithm():
     assert named == {name: str(kind().sync_every) for name, kind in kinds.items() if issubclass(kind, LocalUpdates)}
 
 
+# Processes end by themselves, with or without destroy_process_group, whatever is still alive.
+
 SCRIPT = """
 import sys
 import torch
@@ -164,58 +166,34 @@ def main():
         raise ValueError("a mistake of the user")
     return model
 
-if sys.argv[1] == "keeps":
-    kept = main()
-else:
+if sys.argv[1] == "drops":
     main()
-"""
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("way", ["keeps", "drops", "fails"])
-def test_a_process_that_ends_without_closing_says_so(way):
-    with launched(2, "-c", SCRIPT, each=(way, way), stderr=subprocess.PIPE) as ranks:
-        errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-    assert [one.count("exchanged nothing") for one in errors] == [int(way != "fails"), 0], errors
-
-
-# Processes end by themselves, with or without destroy_process_group, whatever is still alive.
-
-EXITS = """
-import sys
-import torch
-import bagua.torch_api as bagua
-
-bagua.init_process_group()
-model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
-kept = []
-for wrap in (
-    lambda: bagua.bagua_init(model, [], message_size=1000)[0],
-    lambda: bagua.data_parallel.DistributedDataParallel(model, bucket_bytes=1000),
-    lambda: model.with_bagua([], "gradient_allreduce", bucket_bytes=1000),
-):
-    wrapped = wrap()
-    kept.append(wrapped)
-    for step in range(3):
-        model.zero_grad()
-        wrapped(torch.randn(4, 8)).sum().backward()
-        with torch.no_grad():  # An optimizer would import half of torch at its first step.
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-if sys.argv[1] == "destroy":
-    bagua.destroy_process_group()
+else:
+    kept = main()
 print("trained", flush=True)
-if sys.argv[1] == "raise":
+if sys.argv[1] == "exits":
     raise SystemExit(3)
+if sys.argv[1] == "destroys":
+    bagua.destroy_process_group()
 """
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "nothing")], ids=str)
-def test_the_exit_code_is_the_scripts(endings):
-    with launched(2, "-c", EXITS, each=endings, stderr=subprocess.PIPE) as ranks:
+@pytest.mark.parametrize(
+    ("ways", "statuses"),
+    [
+        (("keeps", "destroys"), [0, 0]),
+        (("drops", "drops"), [0, 0]),
+        (("fails", "fails"), [1, 1]),
+        (("exits", "keeps"), [3, 0]),
+    ],
+    ids=str,
+)
+def test_a_process_that_ends_without_closing_says_so_and_ends_with_its_own_status(ways, statuses):
+    with launched(2, "-c", SCRIPT, each=ways, stderr=subprocess.PIPE) as ranks:
         results = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    for rank, ending, (output, errors) in zip(ranks, endings, results, strict=True):
-        assert rank.returncode == (3 if ending == "raise" else 0), errors
-        assert output == "trained\n"
-        assert "terminate called" not in errors
+    fails = ways[0] == "fails"
+    errors = [one for _, one in results]
+    assert [rank.returncode for rank in ranks] == statuses, errors
+    assert [output for output, _ in results] == ["" if fails else "trained\n"] * 2
+    assert [one.count("exchanged nothing") for one in errors] == [int(not fails), 0], errors
