@@ -10,7 +10,6 @@ import torch
 from bagua.advise import (
     Cluster,
     MachineFacts,
-    Message,
     ModelFacts,
     ParameterFacts,
     Rehearsal,
@@ -133,8 +132,3 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
     before = threading.active_count()
     rehearsed("bytegrad")
     assert threading.active_count() <= before + 1  # the thread that closes groups
-
-
-def test_messages_know_whom_they_wait_for() -> None:
-    assert Message("sendrecv", 1.0, 8, 8).pairwise
-    assert not Message("allreduce", 1.0, 8, 8).pairwise

@@ -293,14 +293,6 @@ def test_a_thread_that_is_late_makes_no_straggler(thread_ranks):
     assert thread_ranks(2, train)[0] == [False, True]
 
 
-@on_ranks(3, assert_same_on_all_ranks)
-def test_ranks_may_stop_after_different_numbers_of_steps() -> State:
-    loop = Averaged()
-    if loop.rank < 2:  # The other one has no data at all.
-        loop.train(50 * (loop.rank + 1))
-    return loop.abort()
-
-
 @on_ranks(2)
 def test_who_waits_in_abort_holds_up_none_that_trains():
     model = number()
