@@ -158,15 +158,6 @@ def test_bagua_init_returns_what_it_was_given():
     assert bagua_init(other, several)[1] is several
 
 
-@pytest.mark.parametrize("intra_comm_root_rank", [-1, 5])
-@on_ranks(2)
-def test_a_leader_that_does_not_exist_is_refused(intra_comm_root_rank):
-    model = mlp()
-    with pytest.raises(ConfigurationError, match="intra_comm_root_rank"):
-        wrapper = ModelSwitchWrapper(model, sgd(model.parameters()), intra_comm_root_rank=intra_comm_root_rank)
-        wrapper.switch_to("allreduce")
-
-
 def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
     def check() -> list[float]:
         rank = bagua.comm.get_rank()

@@ -104,7 +104,7 @@ def test_flags(make, flags, wrong):
         (switch_wrapper, "message_size", "x"),
         (switch_wrapper, "process_group", "x"),
         (switch_wrapper, "grad_scaler", "x"),
-        (switch_wrapper, "intra_comm_root_rank", "x"),
+        *((switch_wrapper, "intra_comm_root_rank", wrong) for wrong in ("x", -1, 5)),
         (switch_wrapper, "buckets", "x"),
         (switch_wrapper, "buckets", [3]),
         (switch_wrapper, "buckets", [[3]]),
