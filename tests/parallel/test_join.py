@@ -14,7 +14,7 @@ from bagua.parallel import BaguaModule, with_bagua
 from tests.algorithms.replicas import Anchored
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import adam, loss_of, mlp, reference, sgd, train_steps
+from tests.harness import adam, assert_same_on_all_ranks, loss_of, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
 ONE_BUCKET_BYTES = 10**9
@@ -26,15 +26,6 @@ BATCHES = (2, 6, 4)
 def wrapped(*algorithm, **options):
     """A model of this rank."""
     return Loop(lambda model, optimizer: with_bagua(model, [optimizer], *algorithm, **options))
-
-
-def assert_equal(rows):
-    for row in rows:
-        assert all(torch.equal(one, other) for one, other in zip(row, rows[0], strict=True))
-
-
-def weights_of(model):
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def losses_of(batches, by_initial_size=True):
@@ -54,15 +45,13 @@ def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks,
         loop = wrapped(bucket_bytes=bucket_bytes, check_every=1)
         with loop.wrapped.join(divide_by_initial_world_size=by_initial_size):
             loop.train(BATCHES[loop.rank])
-        in_the_end = weights_of(loop.model)
-        loop.train()  # All go on together, and are compared.
-        return in_the_end, weights_of(loop.model)
+        return snapshot(loop.model), loop.train()  # All go on together, and are compared.
 
     rows = thread_ranks(RANKS, rank_trains)
     expected = reference(mlp(), sgd, RANKS, range(max(BATCHES)), losses_of(BATCHES, by_initial_size))
     for in_the_end, _ in rows:
-        torch.testing.assert_close(in_the_end, list(expected.values()))
-    assert_equal([later for _, later in rows])
+        torch.testing.assert_close(in_the_end, expected)
+    assert_same_on_all_ranks([later for _, later in rows])
 
 
 def trained_by(algorithm, losses=loss_of):
@@ -83,7 +72,7 @@ def expected_alone(outer):
             train_steps(model, optimizer, rank, range(made[rank], made[rank] + batches[rank]))
             made[rank] += batches[rank]
         ranks.outer_step()
-    return weights_of(ranks.models[0])
+    return snapshot(ranks.models[0])
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
@@ -96,11 +85,11 @@ def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
         loop.train(PERIOD)
         with loop.wrapped.join():
             loop.train(sum(batches[loop.rank] for batches in IN_PERIOD[1:]))
-        return weights_of(loop.model)
+        return snapshot(loop.model)
 
-    for row in thread_ranks(RANKS, rank_trains):
-        for mine, wanted in zip(row, expected_alone(functools.partial(torch.optim.SGD, **inside)), strict=True):
-            torch.testing.assert_close(mine, wanted)
+    expected = expected_alone(functools.partial(torch.optim.SGD, **inside))
+    for state in thread_ranks(RANKS, rank_trains):
+        torch.testing.assert_close(state, expected)
 
 
 @pytest.mark.parametrize("batches", [(0, 8), (1, 8), (5, 8)])
@@ -121,17 +110,17 @@ def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algor
         loop = trained_by(algorithm, losses_of(batches))
         with loop.wrapped.join(enable=joins):
             loop.train(batches[loop.rank] if joins else max(batches))
-        return weights_of(loop.model)
+        return snapshot(loop.model)
 
-    assert_equal(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
+    assert_same_on_all_ranks(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
 
 
-@on_ranks(2, assert_equal)
+@on_ranks(2, assert_same_on_all_ranks)
 def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
     loop = Loop(lambda model, _: with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1)))
     with loop.wrapped.join():
         loop.train((1, 3)[loop.rank])
-    return weights_of(loop.model)
+    return snapshot(loop.model)
 
 
 @on_ranks(2)
@@ -154,7 +143,7 @@ def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
     assert torch.equal(first[1], second[1])
 
 
-@on_ranks(2, assert_equal)
+@on_ranks(2, assert_same_on_all_ranks)
 def test_accumulated_gradients_are_no_steps():
     loop = wrapped()
     with loop.wrapped.join():
@@ -166,7 +155,7 @@ def test_accumulated_gradients_are_no_steps():
             loop.optimizer.zero_grad()
         with loop.wrapped.no_sync():  # What is left over of the data.
             loop.backward()
-    return weights_of(loop.model)
+    return snapshot(loop.model)
 
 
 def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
@@ -175,12 +164,11 @@ def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
         caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
         with caught as told, loop.wrapped.join(throw_on_early_termination=True):
             loop.train(BATCHES[loop.rank])
-        loop.train()
-        return told.value.peers, weights_of(loop.model)
+        return told.value.peers, loop.train()
 
     rows = thread_ranks(RANKS, rank_trains)
     assert [peers for peers, _ in rows] == [(0,)] * RANKS
-    assert_equal([weights for _, weights in rows])
+    assert_same_on_all_ranks([weights for _, weights in rows])
 
 
 def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
@@ -188,10 +176,10 @@ def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
         loop = wrapped()
         with loop.wrapped.join(enable=enable):
             loop.train(3)
-        return weights_of(loop.model)
+        return snapshot(loop.model)
 
     (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
-    assert_equal([off, on])
+    assert_same_on_all_ranks([off, on])
 
 
 def test_a_module_keeps_what_it_calls_join():
@@ -207,14 +195,14 @@ def test_a_module_keeps_what_it_calls_join():
             pass
 
 
-@on_ranks(2, assert_equal)
+@on_ranks(2, assert_same_on_all_ranks)
 def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
     loop = wrapped()
     with loop.wrapped.join():
         loop.train((1, 3)[loop.rank])
         if loop.rank == 0:
             loop.loss()
-    return weights_of(loop.model)
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize(
