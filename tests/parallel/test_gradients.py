@@ -15,7 +15,6 @@ from tests.harness import (
     assert_same_on_all_ranks,
     gradients,
     loss_of,
-    mean_gradients,
     mlp,
     reference,
     sgd,
@@ -27,29 +26,6 @@ from tests.parallel.wrapping import WRAPS, Branches, Loop, assert_trained, by_ba
 
 def branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return loss_of(lambda inputs: model(inputs, "left" if rank == 0 else "right"), rank, step)
-
-
-def test_unused_parameters_count_as_zero_when_asked(thread_ranks):
-    def train() -> list[State]:
-        loop, seen = Loop(make=Branches, find_unused_parameters=True), []
-        for step in range(3):
-            loop.optimizer.zero_grad()
-            branch_loss(loop.wrapped, loop.rank, step).backward()
-            seen.append(gradients(loop.model))
-            loop.optimizer.step()
-        return seen
-
-    expected = Branches()
-    optimizer = sgd(expected.parameters())
-    for step, of_ranks in enumerate(zip(*thread_ranks(2, train), strict=True)):
-        mean_gradients(expected, 2, lambda model, rank, step=step: branch_loss(model, rank, step))
-        for name, gradient in gradients(expected).items():
-            for seen in of_ranks:
-                if gradient.numel():
-                    torch.testing.assert_close(seen[name], gradient, msg=name)
-                else:
-                    assert not seen[name].any(), name
-        optimizer.step()
 
 
 def test_unused_parameters_are_an_error_that_lists_them_on_every_rank(thread_ranks):

@@ -27,7 +27,8 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import WRAPS, Loop, of_this_rank
+from tests.parallel.test_gradients import branch_loss
+from tests.parallel.wrapping import WRAPS, Branches, Loop, of_this_rank
 
 STEPS = 4
 
@@ -331,6 +332,9 @@ OUTPUTS = {
     "functional call": Case(losses=adapted),
     "autocast": Case(losses=in_bfloat16),
     "several forward passes": Case(losses=summed_passes),
+    "branches that one rank uses, or none": Case(
+        Branches, losses=branch_loss, options={"find_unused_parameters": True}
+    ),
     "branches in another order": made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
         losses=own_order, options={"bucket_bytes": 1}
     ),
@@ -355,6 +359,9 @@ RANKS = {
         for delay in (False, True)
         for fusion in (False, True)
     },
+    "hosts of [2, 2], whose second ranks lead": Case(
+        of_this_rank, options={"hierarchical_reduce": True, "intra_comm_root_rank": 1}, hosts=[2, 2]
+    ),
     **{  # Exact on uneven hosts, too.
         f"hosts of {hosts}": Case(of_this_rank, options={"hierarchical_reduce": True}, hosts=hosts)
         for hosts in ([2, 1], [1, 3, 2], [2, 2], [3], [1, 1])
