@@ -31,43 +31,42 @@ def test_models_that_share_some_parameters_cannot_both_be_wrapped():
     del kept
 
 
-def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference():
-    def replace(model: nn.Module) -> None:
-        model[0].weight = nn.Parameter(torch.zeros(16, 8))
-
-    def move(model: nn.Module) -> None:
-        model[0].bias.data = model[0].bias.data.clone()
-
-    def cut(model: nn.Module) -> None:  # Its memory begins where it did.
-        model[0].bias.data = model[0].bias.data[:1]
-
-    expected = {
-        cut: "0.bias had 16 elements and has 1 now",
-        replace: "0.weight",
-        (lambda model: model[2].bias.requires_grad_(True)): "2.bias",
-        (lambda model: model.append(nn.Linear(4, 4))): "added",
-        nn.Module.double: "0.weight",
-        move: "0.bias",
-        (lambda model: model.__setitem__(4, nn.Linear(16, 4))): "4 is another module now",
-    }
-    for change, told in expected.items():
-        model = mlp()
-        model[2].bias.requires_grad_(False)
-        registration = Registration(model)
-        assert registration.difference() is None
-        change(model)
-        assert told in str(registration.difference()), change.__name__
-
-
-def test_submodules_without_parameters_may_come_and_go():
-    model = mlp()
-    registration = Registration(model)
-    model.append(nn.Identity())
-    assert registration.difference() is None
-    model[5] = nn.Dropout()
-    assert registration.difference() is None
+def replaced(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(torch.zeros(16, 8))
-    assert registration.difference() is not None
+
+
+def moved(model: nn.Sequential) -> None:
+    model[0].bias.data = model[0].bias.data.clone()
+
+
+def shortened(model: nn.Sequential) -> None:
+    """Its memory begins where it did."""
+    model[0].bias.data = model[0].bias.data[:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        pytest.param(shortened, "0.bias had 16 elements and has 1 now", id="shortened"),
+        pytest.param(replaced, "0.weight", id="replaced"),
+        pytest.param(lambda model: model[2].bias.requires_grad_(True), "2.bias", id="unfrozen"),
+        pytest.param(lambda model: model.append(nn.Linear(4, 4)), "added", id="added"),
+        pytest.param(nn.Module.double, "0.weight", id="of another type"),
+        pytest.param(moved, "0.bias", id="moved"),
+        pytest.param(
+            lambda model: model.__setitem__(4, nn.Linear(16, 4)), "4 is another module now", id="another module"
+        ),
+        pytest.param(lambda model: model.append(nn.Identity()), "None", id="added without parameters"),
+        pytest.param(lambda model: model.__setitem__(1, nn.Dropout()), "None", id="another without parameters"),
+    ],
+)
+def test_what_is_a_difference_from_the_model_that_was_wrapped(change, told):
+    model = mlp()
+    model[2].bias.requires_grad_(False)
+    registration = Registration(model)
+    assert registration.difference() is None
+    change(model)
+    assert told in str(registration.difference())
 
 
 @pytest.mark.parametrize(
