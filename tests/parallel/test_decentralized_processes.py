@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua import testing, topology
+from bagua import testing
 from bagua.errors import BaguaError, PeerLostError
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.testing import ProcessRanks
-from tests.harness import State, assert_close, loss_of, mlp, snapshot
+from tests.harness import State, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, Simulation, plain_sgd, train, wrap
+from tests.parallel.test_decentralized import assert_equals_simulation, layout_of, matrices_of
 
 #: Buckets that are large enough for memory of their own on every transport.
 WIDTH = 160
@@ -28,20 +29,14 @@ def train_and_average(name: str) -> tuple[list[State], State, list[list[str]]]:
         assert 0 < average.distance < 1
         mean = snapshot(model)
     assert all(torch.equal(value, states[-1][name]) for name, value in snapshot(model).items())
-    return states, mean, [list(bucket.names) for bucket in model.bagua_buckets]
+    return states, mean, layout_of(model)
 
 
 @pytest.mark.parametrize("name", ["ring", "hierarchical_ring"])
 def test_it_trains_alike_on_every_transport(ranks, name):
     results = ranks(3, train_and_average, name)
-    one = topology.create({"ring": "alternating_ring"}.get(name, name))
-    simulation = Simulation(3, results[0][2], lambda number: one.matrix(3, number, [0, 0, 0]))
-    if name == "ring":
-        simulation.matrices = lambda number: one.matrix(3, number)
-    for step in range(4):
-        simulation.step(step)
-        for (states, _, _), expected in zip(results, simulation.states(), strict=True):
-            assert_close(states[step], expected)
+    simulation = Simulation(3, results[0][2], matrices_of(name, 3, None if name == "ring" else [0, 0, 0]))
+    assert_equals_simulation([states for states, _, _ in results], simulation, 4)
     assert all(torch.equal(mean[key], results[0][1][key]) for _, mean, _ in results for key in mean)
 
 
@@ -101,19 +96,15 @@ def test_a_rank_that_is_done_waits_for_the_others(ranks):
 
 @pytest.mark.hybrid
 def test_on_several_hosts():
-    states = ProcessRanks(4, backend="hybrid").run(train_on_hosts, hosts=[2, 2])
-    one = topology.AlternatingExponentialRing()
-    simulation = Simulation(4, states[0][1], lambda number: one.matrix(4, number, [0, 0, 1, 1]))
-    for step in range(4):
-        simulation.step(step)
-    for (state, _), expected in zip(states, simulation.states(), strict=True):
-        assert_close(state, expected)
+    results = ProcessRanks(4, backend="hybrid").run(train_on_hosts, hosts=[2, 2])
+    simulation = Simulation(4, results[0][1], matrices_of("alternating_exp_ring", 4, [0, 0, 1, 1]))
+    assert_equals_simulation([states for states, _ in results], simulation, 4)
 
 
-def train_on_hosts() -> tuple[State, list[list[str]]]:
+def train_on_hosts() -> tuple[list[State], list[list[str]]]:
     assert bagua.comm.get_default_group().global_communicator.backend == "hybrid"
     model = wrap(topology="alternating-exp-ring")
-    return train(model, range(4))[-1], [list(bucket.names) for bucket in model.bagua_buckets]
+    return train(model, range(4)), layout_of(model)
 
 
 def train_both(name: str) -> tuple[list[State], list[State]]:

@@ -131,10 +131,7 @@ def test_a_run_goes_on_bit_by_bit(thread_ranks, topology, size, as_view):
         ]
         expected = train(model, range(3, 6))
         for order in itertools.permutations(parts):
-            again = wrap(
-                seed=99,
-                **options,
-            )
+            again = wrap(seed=99, **options)
             for method, state in order:
                 getattr(again, method)(state)
             for states, others in zip(train(again, range(3, 6)), expected, strict=True):
