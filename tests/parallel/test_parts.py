@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 import pytest
@@ -103,24 +102,6 @@ def test_a_background_thread_works_on_the_stream_of_its_caller(monkeypatch):
     wait()
     background.close()
     assert device.notes == ["exchange on side", "compute waits for side"]
-
-
-def test_the_background_thread_keeps_order_raises_errors_and_ends():
-    background = lanes.ThreadLane(solo_group().duplicate("test-exchanges"), torch.device("cpu"))
-    order: list[int] = []
-    waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
-
-    def fails() -> None:
-        raise ArithmeticError("of the exchange")
-
-    failing = background.run(fails)
-    for wait in waits:
-        wait()
-    assert order == list(range(20))
-    with pytest.raises(ArithmeticError, match="of the exchange"):
-        failing()
-    background.close()
-    assert not [thread.name for thread in threading.enumerate() if "test-exchanges" in thread.name]
 
 
 def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Optimizer:
