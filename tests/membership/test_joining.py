@@ -1,4 +1,7 @@
-"""What ``join_islands`` and ``baguarun --serve-islands`` take and refuse."""
+"""What ``join_islands``, ``baguarun --serve-islands`` and ``bagua islands clean`` take and refuse.
+
+The last one deletes what a run has left, nothing else, and not while an island lives.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import pytest
 
 import bagua.torch_api as bagua
 from bagua.cli.baguarun import main as baguarun
-from bagua.comm import close_store, open_store, serve_store_at
+from bagua.cli.main import main
+from bagua.comm import close_store, open_bucket, open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError
+from tests.membership.buckets import needs_obstore
 
 
 def test_the_address_comes_from_the_environment(monkeypatch, where):
@@ -84,3 +89,31 @@ def test_an_address_of_ipv6_is_printed_as_it_is_read():
 def test_a_store_is_not_served_where_another_one_is(capsys, where):
     assert baguarun([f"--serve-islands={where.removeprefix('tcp://')}"]) == 1
     assert "no store can be served there" in capsys.readouterr().err
+
+
+@needs_obstore
+def test_what_a_run_has_left_is_deleted_and_nothing_else(tmp_path, capsys):
+    where = f"file://{tmp_path}/run"
+    with bagua.join_islands(where):
+        pass
+    (tmp_path / "run" / "mine.txt").write_text("kept")
+    open_bucket(where, 1.0).bucket.put("objects/a/1", b"12")
+    assert main(["islands", "clean", where]) == 0
+    assert "Deleted " in capsys.readouterr().out
+    assert [*open_bucket(where, 1.0).bucket.list()] == ["mine.txt"]
+
+
+@needs_obstore
+def test_a_run_that_lives_is_left_alone_unless_it_is_forced(tmp_path, capsys):
+    where = f"file://{tmp_path}/run"
+    with bagua.join_islands(where) as islands:
+        assert main(["islands", "clean", where]) == 1
+        assert f"a run is alive at {where}" in capsys.readouterr().err
+        assert "process" in islands._state.record.host
+        assert main(["islands", "clean", "--force", where]) == 0
+
+
+@needs_obstore
+def test_an_address_that_is_none_is_an_error(capsys):
+    assert main(["islands", "clean", "s3://"]) == 1
+    assert "bagua islands: " in capsys.readouterr().err
