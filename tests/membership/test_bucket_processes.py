@@ -1,0 +1,204 @@
+"""Processes that train through a bucket: without a network, with one that is killed, and what memory they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.comm import get_default_group, group_of_seats
+from bagua.membership import Islands
+from bagua.testing import ProcessRanks
+from bagua.testing.ranks import RankDiedError, this_rank
+from tests.harness import until
+from tests.membership.buckets import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.training import PERIOD, QUICK, _judge, check_rows, train, wrapped
+
+pytestmark = needs_obstore
+REPOSITORY = Path(__file__).parents[2]
+ALONE = ("unshare", "--net", "--map-root-user")
+SIZE, PERIODS = 3, 3
+#: The cell of the second exchange, in which the sixth call brings the contributions.
+CLOSED = "closed/1/2.cell"
+
+
+def _cannot_part() -> bool:
+    try:
+        return subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode != 0
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")
+def test_islands_without_a_network_train_as_one_and_who_was_stopped_comes_in_again(tmp_path):
+    command = [*ALONE, sys.executable, "-u", str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    stays, sleeps = islands = [
+        subprocess.Popen([*command, "--steps", "1000"], stdout=subprocess.PIPE, text=True, env=variables)
+        for _ in range(2)
+    ]
+    try:
+        before = list(itertools.takewhile(lambda line: "step 60" not in line, sleeps.stdout))
+        sleeps.send_signal(signal.SIGSTOP)
+        assert any("1 islands" in line for line in stays.stdout)
+        sleeps.send_signal(signal.SIGCONT)
+        lines = [island.communicate(timeout=200)[0].splitlines() for island in islands]
+    finally:
+        for island in islands:
+            island.kill()
+    assert [line.rpartition(", ")[2].strip() for line in before] == ["2 islands"] * 2
+    assert "left out: comes in again as a newcomer" in lines[1]
+    assert lines[0][-2].startswith("step 1000")
+    assert lines[0][-2].endswith("2 islands")
+    assert lines[0][-1] == lines[1][-1]
+    assert lines[0][-1].startswith("norm of the weights")
+
+
+class Kill:
+    """Kills this process before or after one of its requests in the second period; of one object, the first counts.
+
+    Args:
+        at: number of the request; -1 for none.
+        moment: "before" or "after" it.
+    """
+
+    def __init__(self, at: int, moment: str) -> None:
+        self._at, self._moment = at, moment
+        self._seen: set[tuple[str, str]] = set()
+        self._thread: int | None = None
+        self.before_contributions: Callable[[], object] | None = None
+        self.closed = False
+
+    def arm(self, step: int) -> None:
+        """Called before each step."""
+        if step % PERIOD == 1:
+            self._thread = threading.get_ident() if step == PERIOD + 1 else None
+
+    def hook(self, kind: str, name: str, moment: str) -> None:
+        self.closed |= (kind, moment) == ("create", "after") and name.endswith(CLOSED)
+        if self.before_contributions and kind == "get" and "/6/" in name:
+            wait, self.before_contributions = self.before_contributions, None
+            wait()
+        request = kind, name
+        # Who waits for long looks for the reason; a record may be put by any thread.
+        extra = kind == "list" or name.endswith("/end") or "/record/" in name
+        if self._thread and moment == self._moment and not extra and is_counted(name, self._thread):
+            if request not in self._seen and len(self._seen) == self._at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._seen.add(request)
+
+
+def is_dead(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def member(where: str, objects: Any, algorithm: str, at: int, moment: str, learns: str) -> list[Any]:
+    """Train. The last rank is killed; the others learn it at once, when the exchange is closed, or by its silence."""
+    rank = this_rank.get().rank
+    kill = Kill(at if rank == SIZE - 1 else -1, moment)
+    deadlines = None if learns == "by silence" else dataclasses.replace(QUICK, beat_s=0.05)
+    options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": deadlines}
+    store = opened(where, objects, kill.hook)
+    with Islands(store, "the store", **options) as islands:
+        roster, looks = islands._state.roster, []
+
+        def dead() -> set[int]:
+            heard = learns == "at once" or kill.closed
+            looks.append(heard)
+            known = {seat: one.host.split()[-1] for seat, one in roster.records.items() if one.host}
+            return {seat for seat, process in known.items() if is_dead(int(process))} if heard else set()
+
+        def be_last() -> None:
+            until(lambda: store.bucket.get(f"islands/a=20run/{CLOSED}"))
+            kill.closed = True
+            until(lambda: sum(looks) > 4)
+
+        if deadlines:
+            _judge(roster, dead)
+        if learns == "when it is closed" and rank == 0:
+            kill.before_contributions = be_last
+        return train(islands, wrapped(islands, algorithm), PERIODS * PERIOD, kill.arm)
+
+
+def contributed_after(where, at, moment, algorithm="diloco", learns="at once", objects=None):
+    """Who contributed to each outer step; survivors make all of them, and have the same. None if nobody was killed."""
+    pool = ProcessRanks(SIZE, backend=None, deadline_s=200.0)
+    *ends, last = pool.outcomes(member, where, objects, algorithm, at, moment, learns)
+    assert not [end.trace for end in ends if end.error], ends
+    assert [len(end.value) for end in ends] == [PERIODS] * (SIZE - 1)
+    found = check_rows(algorithm, [end.value for end in ends])
+    if last.error is None:
+        return None
+    assert isinstance(last.error, RankDiedError), last
+    assert found[0] == (0, 1, 2)
+    assert len(found[2]) == 2
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "stride", "least"), [("diloco", 1, 10), ("diloco, beside training", 4, 3)])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_at_any_request_costs_the_others_no_outer_step(tmp_path, moment, algorithm, stride, least):
+    def kills(at):
+        return contributed_after(f"file://{tmp_path}/{at}", at, moment, algorithm) is not None
+
+    assert least <= sum(1 for _ in itertools.takewhile(kills, itertools.count(0, stride))) < 20
+
+
+@pytest.mark.parametrize("learns", ["when it is closed", "by silence"])
+def test_a_contribution_of_who_is_killed_after_its_put_counts(tmp_path, learns):
+    """Also for one that has yet to get it when it learns of the death, and another one has closed the exchange."""
+    found = contributed_after(f"file://{tmp_path}/run", 6, "after", learns=learns)
+    assert found[1] == (0, 1, 2)
+
+
+@needs_moto
+def test_a_kill_at_a_request_to_s3_costs_the_others_no_outer_step():
+    with s3_server() as endpoint:
+        for at, moment in itertools.product((3, 6), ("before", "after")):
+            assert contributed_after("s3://b/run", at, moment, objects=new_s3(endpoint))
+
+
+def status_of(field):
+    """Bytes that the system says of this process."""
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def peaks(where):
+    """Contributions of 128 MB that an exchange adds to the memory of a rank, at most: through Gloo, and a folder."""
+    gloo = get_default_group()
+    options = {"backend": "bucket", "timeout_s": 60.0, "meet_s": 60.0}
+    store = opened(where)
+    bucket = group_of_seats(store, range(gloo.size), gloo.rank, "epoch1", **options)
+    contribution = torch.ones(32_000_000)
+    found = []
+    for group in (gloo, bucket):
+        gloo.global_communicator.barrier()
+        before = status_of("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+        group.global_communicator.allreduce(contribution)
+        found.append((status_of("VmHWM") - before) / contribution.nbytes)
+    bucket.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not forget a peak")
+def test_contributions_stream_through_a_folder(tmp_path):
+    """Less than one contribution is in memory beside what Gloo needs: pieces of two others, and one that arrives."""
+    for gloo, bucket in ProcessRanks(SIZE).run(peaks, f"file://{tmp_path}/run"):
+        assert bucket < gloo + 1
