@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import random
 import threading
 from collections.abc import Iterator
 
@@ -23,6 +26,7 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from bagua.membership import island as island_module
+from bagua.membership import participant
 from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing.ranks import RankDiedError
@@ -33,6 +37,7 @@ from tests.membership.training import (
     RATE,
     Unsteady,
     among,
+    check_equal,
     check_newcomer,
     check_rows,
     ends_of_each_fault,
@@ -54,11 +59,6 @@ from tests.membership.training import (
 )
 
 pytestmark = pytest.mark.threads
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_islands_train_as_plain_torch_does(algorithm):
-    assert check_rows(algorithm, train_all(3, algorithm)) == [(0, 1, 2)] * 3
 
 
 def test_several_buckets_are_exchanged_one_after_the_other():
@@ -154,6 +154,59 @@ def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
 
     rows = run(3, island)
     assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2), *[(0, 2, 3)] * 3]
+
+
+#: Deaths of first members; as many newcomers come.
+MEMBERS, DEATHS = 4, 2
+SEEDS = range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed, monkeypatch):
+    """Who dies, at which step of which exchange, is drawn; a newcomer comes for each. All agree bit by bit.
+
+    With even seeds newcomers receive the state while others train on, and contribute what they have in the rest of the
+    period; how much that is depends on the moment.
+    """
+    early = seed % 2 == 0
+    monkeypatch.setattr(participant, "_ROUNDS", participant._ROUNDS if early else 0)
+    draw = random.Random(seed)
+    died = [threading.Event() for _ in range(DEATHS)]
+    doomed = dict(zip(draw.sample(range(MEMBERS), DEATHS), range(DEATHS), strict=True))
+    steps = [12 + int(40 * draw.random()) for _ in range(DEATHS)]
+
+    def island(store):
+        number = next(roles)
+        if number >= MEMBERS:
+            assert died[number - MEMBERS].wait(60.0)
+        with joined(store, MEMBERS) as islands:
+            passed = itertools.count()
+
+            def fault(step):
+                if islands.seat in doomed and next(passed) == steps[doomed[islands.seat]]:
+                    died[doomed[islands.seat]].set()
+                    vanish(islands)
+
+            with inject_fault(fault):
+                return train_until_newcomers_contribute(islands, wrapped(islands, "diloco"))
+
+    roles = itertools.count()
+    ends = run(MEMBERS + DEATHS, island, new_store(), deadline_s=100.0)
+    rows = survivors(ends)
+    assert sum(isinstance(end, RankDiedError) for end in ends) == DEATHS, ends
+    assert len(rows) == MEMBERS, ends
+    by_step = check_equal(rows)
+    contributed = [by_step[max(by_step)].contributed] if early else check_rows("diloco", rows)
+    assert set(contributed[-1]) == {seat for seat in range(MEMBERS + DEATHS) if seat not in doomed}
+
+
+def train_until_newcomers_contribute(islands, model):
+    """The same outer step is the last one of all: all see who contributed to it."""
+    found = []
+    while not found or set(range(MEMBERS, MEMBERS + DEATHS)) - set(found[-1].contributed):
+        step = model.bagua_step
+        found += train(islands, model, step + PERIOD - step % PERIOD)
+    return found
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
