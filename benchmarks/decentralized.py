@@ -97,6 +97,8 @@ def time_steps(rank: Rank, backend: str | None, against: str, hidden: int, batch
         baseline = with_ddp(hidden, batch)
         candidate = self_stepping(through_bagua, "one-peer-exp", hidden, batch)
     timed = measure(baseline, candidate, rounds=rounds, before_each=torch.distributed.barrier)
+    # As the last ones that have a group of torch, they may wait for a thread of Gloo, which waits for Python's lock.
+    del baseline, candidate
     bagua.destroy_process_group()
     return timed
 

@@ -338,6 +338,7 @@ def _on_torch_alone() -> bool:
     model = _ddp(state, SEVERAL)
     loss_of(model, rank, 0).backward()
     joined = bagua.comm.is_initialized() and state.group.size == 2
+    del model  # As the last one that has the group, it may wait for a thread of Gloo, which waits for Python's lock.
     bagua.comm.destroy_process_group()
     dist.destroy_process_group()
     return joined
