@@ -223,8 +223,8 @@ class HookState:
         ConfigurationError: the algorithm exchanges something else, or at other times.
 
     Example:
-        >>> HookState("sign_sgd").name
-        'SignSGDAlgorithm(hierarchical=True, average=True, warmup_steps=0)'
+        >>> HookState("bytegrad").name
+        'ByteGradAlgorithm(hierarchical=True, average=True, warmup_steps=0)'
     """
 
     def __init__(
