@@ -220,6 +220,7 @@ class HookState:
 
     Raises:
         UnsupportedAlgorithmException: there is no such algorithm.
+        InvalidTypeError: neither an algorithm nor a reducer, as a codec alone.
         ConfigurationError: the algorithm exchanges something else, or at other times.
 
     Example:
@@ -234,6 +235,8 @@ class HookState:
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        known = (Algorithm, DistributedAlgorithm, str, SumReducer)
+        check_kind(known, "an algorithm, its name, or a reducer, as ScatterGatherReducer(codec)", algorithm=algorithm)
         if isinstance(algorithm, SumReducer):
             self.name, declared = repr(algorithm), Algorithm.of(_exchange(Mean(algorithm)))
         else:

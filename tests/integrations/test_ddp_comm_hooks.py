@@ -349,6 +349,8 @@ def test_a_script_that_knows_only_torch_needs_one_line():
 
 
 def test_what_is_no_state_is_refused():
+    with pytest.raises(ConfigurationError, match=r"a reducer, as ScatterGatherReducer\(codec\), seen MinMaxUInt8"):
+        HookState(MinMaxUInt8())
     with pytest.raises(ConfigurationError, match="HookState"):
         bagua_hook(None, None)
     with pytest.raises(ConfigurationError, match="HookState"):
