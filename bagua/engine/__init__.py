@@ -6,7 +6,6 @@ from bagua.engine.hooks import BackwardHooks as BackwardHooks
 from bagua.engine.options import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from bagua.engine.options import BucketType as BucketType
 from bagua.engine.options import EngineOptions as EngineOptions
-from bagua.engine.options import InitOptions as InitOptions
 from bagua.engine.options import ReducerOptions as ReducerOptions
 from bagua.engine.options import SwitchOptions as SwitchOptions
 from bagua.engine.options import TensorDeclaration as TensorDeclaration

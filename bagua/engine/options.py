@@ -190,9 +190,3 @@ class SwitchOptions(EngineKeywords, total=False):
     align_bytes: int
     chunking: bool
     fusion: bool
-
-
-class InitOptions(SwitchOptions, total=False):
-    """Keyword options of ``bagua_init``."""
-
-    intra_comm_root_rank: int

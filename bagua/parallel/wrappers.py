@@ -20,7 +20,6 @@ from bagua.engine import (
     BucketType,
     EngineAccess,
     EngineOptions,
-    InitOptions,
     Reducer,
     ReducerOptions,
     SwitchOptions,
@@ -371,7 +370,9 @@ def bagua_init(
     delay_reduce: bool = False,
     hierarchical_reduce: bool | None = None,
     message_size: int = DEFAULT_BUCKET_BYTES,
-    **kwargs: Unpack[InitOptions],
+    *,
+    intra_comm_root_rank: int = 0,
+    **kwargs: Unpack[SwitchOptions],
 ) -> tuple[ModelSwitchWrapper, Optimizers]:
     """Make a module and its optimizer train on all ranks. Collective.
 
@@ -383,6 +384,7 @@ def bagua_init(
         delay_reduce: exchange everything at the end of backward.
         hierarchical_reduce: see ``ModelSwitchWrapper``.
         message_size: a bucket is closed when it holds so many bytes.
+        intra_comm_root_rank: see ``ModelSwitchWrapper``.
         kwargs: see ``ModelSwitchWrapper``.
 
     Returns:
@@ -403,7 +405,14 @@ def bagua_init(
     """
     _refuse_unknown(kwargs, distributed_algorithm)
     wrapper = ModelSwitchWrapper(
-        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **kwargs
+        module,
+        optimizer,
+        broadcast_buffers,
+        delay_reduce,
+        hierarchical_reduce,
+        message_size,
+        intra_comm_root_rank,
+        **kwargs,
     )
     return wrapper.switch_to(distributed_algorithm), optimizer
 
