@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos import Member, wait_for
-from tests.membership.etcd_servers import ETCD, cluster, leader
+from tests.membership.servers import ETCD, cluster, leader
 
 ISLANDS, SYNC_EVERY, PAUSE_S = 4, 40, 0.05
 #: Outer steps before the kill, and after it.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import rules
-from tests.architecture.source_tree import PACKAGE, REPOSITORY, read_sources
+from tests.architecture.rules import PACKAGE, REPOSITORY, read_sources
 
 SOURCES = read_sources(REPOSITORY / PACKAGE)
 

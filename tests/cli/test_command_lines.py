@@ -1,8 +1,13 @@
-"""What the commands answer to bad arguments, and what they print without starting anything."""
+"""What the commands answer to bad arguments, say of this machine, and say of a run that failed."""
 
+from __future__ import annotations
+
+import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
@@ -11,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from bagua import __version__
 from bagua.algorithms import registry
-from bagua.cli import baguarun, demo, doctor, main, top
+from bagua.cli import baguarun, demo, doctor, explain, main, top
+from bagua.cli.launch import RanksFailedError
+from bagua.testing import Outcome, RankDiedError
 
 A_YEAR = "31536000 (a year)"
 
@@ -126,3 +133,115 @@ def test_what_else_a_launcher_raises_stays(monkeypatch):
     launch_by(refuse, monkeypatch)
     with pytest.raises(RuntimeError, match="something else"):
         baguarun.main(["train.py"])
+
+
+def test_a_look_without_measuring(capsys):
+    assert main.main(["doctor", "--no-timing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    advice = doctor.advise(2)
+    assert lines[: len(advice)] == advice
+    assert "torch" in lines[len(advice) + 1]
+    assert "processor cores" in lines[len(advice) + 2]
+    for backend in ("shm", "gloo", "nccl"):
+        assert any(line.startswith(backend) and "available" in line for line in lines), backend
+
+
+def test_why_a_transport_is_not_there(monkeypatch):
+    monkeypatch.setattr(doctor, "backend_refusal", lambda backend: OSError("not today") if backend == "shm" else None)
+    assert doctor.describe_transports()[0].split(maxsplit=1) == ["shm", "not available: not today"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [("MemTotal: 8 kB\nMemFree: 1 kB\n", "an unknown amount"), ("MemAvailable: 3145728 kB\n", "3.0 GiB")],
+)
+def test_memory_that_the_system_does_not_tell_of(monkeypatch, lines, said):
+    monkeypatch.setattr(doctor.Path, "read_text", lambda *_, **__: lines)
+    assert f"{said} of memory available" in doctor.describe_machine()[1]
+
+
+@pytest.mark.gloo
+def test_measuring(forked_ranks, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
+    assert main.main(["doctor"]) == 0
+    written, told = capsys.readouterr()
+    assert written.startswith("2 ranks work together here\n")
+    assert "ranks on each host: 2" in written
+    head, *rows = written.splitlines()[-5:-2]
+    assert head.split()[-1] == "gloo"
+    assert [row.partition("  ")[0] for row in rows] == ["4 B", "1 KB"]
+    assert all(row.endswith("B/s") for row in rows)
+    assert told.startswith("1 of ")
+
+
+def test_ranks_that_fail_are_a_finding(monkeypatch, capsys):
+    def fail(*_: object) -> object:
+        raise RanksFailedError([Outcome(1, error=RankDiedError("rank 1 was killed by SIGKILL"))])
+
+    monkeypatch.setattr(doctor, "run_ranks", fail)
+    assert main.main(["doctor"]) == 1
+    written = capsys.readouterr().out
+    assert written.startswith("2 ranks do not work together here: rank 1 was killed by SIGKILL\n")
+    assert doctor.advise(2)[-1] in written.splitlines()
+
+
+def test_advice_for_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 1000)
+    assert doctor.advise(2)[0].startswith("OMP_NUM_THREADS=")
+
+
+def failure(exitcode: int = 1, timestamp: int = 100, error: str = "", culprit: int | None = None) -> SimpleNamespace:
+    facts = {"py_callstack": f"whole {error}", "own": f"own {error}", "culprit": culprit, "timestamp": timestamp}
+    message = {"message": error, "extraInfo": facts} if error else "Signal 9"
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, message=message)
+
+
+LOST = "PeerLostError: lost rank 2"
+CAUSES = {
+    "an error of its own, though seen last": (
+        {0: failure(error=LOST, culprit=2), 2: failure(timestamp=109, error="ValueError: no", culprit=2)},
+        2,
+    ),
+    "the first of two errors": (
+        {0: failure(timestamp=3, error="A", culprit=0), 1: failure(timestamp=2, error="B", culprit=1)},
+        1,
+    ),
+    "a death, not who lost a peer": ({0: failure(timestamp=1, error=LOST, culprit=2), 2: failure(-9, 5)}, 2),
+    "a death, not whom the launcher ended": ({0: failure(-15, 1), 1: failure(-9, 2)}, 1),
+    "who lost a peer of another host": ({0: failure(error=LOST, culprit=7), 1: failure(-15)}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_comes_first(case, tmp_path):
+    failed, cause = CAUSES[case]
+    lines = baguarun.summary(failed, str(tmp_path)).splitlines()
+    assert lines[0].startswith(f"baguarun: rank {cause} ")
+    assert [line for line in lines if line.startswith("rank ")] == [
+        line for line in lines if line.startswith(tuple(f"rank {rank} " for rank in failed if rank != cause))
+    ]
+
+
+def test_the_summary_is_short_and_explain_says_it_again(tmp_path, capsys):
+    failed = {rank: failure(error=f"PeerLostError: lost rank 30, says {rank}", culprit=30) for rank in range(30)}
+    said = baguarun.summary({**failed, 30: failure(-signal.SIGKILL)}, str(tmp_path))
+    assert said.splitlines()[0] == "baguarun: rank 30 was killed by SIGKILL"
+    assert "and 14 other ranks" in said
+    assert len(said.splitlines()) == 19
+    assert (tmp_path / "traceback_7.txt").read_text() == "whole PeerLostError: lost rank 30, says 7"
+    assert explain.main([str(tmp_path)]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_folders_of_runs_go_when_empty_or_after_a_day(tmp_path, monkeypatch):
+    monkeypatch.setattr(baguarun.tempfile, "tempdir", str(tmp_path))
+    old, young = tmp_path / "bagua-run-old", tmp_path / "bagua-run-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "summary.txt").write_text("x")
+    os.utime(old, (1, 1))
+    with baguarun.flight_folder() as empty:
+        assert Path(empty).stat().st_mode & 0o777 == 0o700
+    with baguarun.flight_folder() as full:
+        (Path(full) / "summary.txt").write_text("x")
+    assert sorted(tmp_path.iterdir()) == sorted([young, Path(full)])

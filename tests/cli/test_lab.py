@@ -21,7 +21,7 @@ from bagua.cli.lab import command, network
 from bagua.cli.lab.switch import HEADER_BYTES, FrameSchedule, SwitchReport
 from bagua.cli.main import main
 from bagua.link import LinkSettings, parse_link
-from tests.membership.buckets import needs_moto, needs_obstore
+from tests.membership.servers import needs_moto, needs_obstore
 
 REPOSITORY = Path(__file__).parents[2]
 needs_lab = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))

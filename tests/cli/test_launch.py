@@ -1,17 +1,28 @@
-"""The launcher returns what ranks return, raises how they fail, and leaves no process behind."""
+"""The launcher and `baguarun` return what ranks return, say how they fail, and leave no process behind."""
 
 import os
+import runpy
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from bagua import comm
 from bagua.cli import launch
 from bagua.cli.lab import network
+from bagua.cli.lab.network import sent_bytes
+from bagua.cli.launch import Rank
 from bagua.errors import CollectiveTimeoutError, PeerLostError
-from tests.cli import launched
-
-pytestmark = pytest.mark.gloo
+from tests.harness import until
+from tests.interpreters import interpreter
+from tests.launching import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +38,27 @@ def is_running(process_id: int) -> bool:
     return True
 
 
+@pytest.mark.gloo
 def test_returns_values_in_rank_order_and_hands_on_reports():
     reports = []
-    assert launch.run_ranks(launched.report_and_return, 2, (10,), reports.append) == [0, 10]
+    assert launch.run_ranks(report_and_return, 2, (10,), reports.append) == [0, 10]
     assert sorted(reports) == [("hello", 0), ("hello", 1)]
 
 
+@pytest.mark.gloo
 @pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 def test_ranks_live_on_the_hosts_of_a_lab_and_send_through_its_links():
     with network.open_network(2) as hosts:
-        found = launch.run_ranks(launched.sum_on_a_host, 2, (250_000,), network=hosts)
-    for total, sent_bytes in found:
+        found = launch.run_ranks(sum_on_a_host, 2, (250_000,), network=hosts)
+    for total, nbytes in found:
         assert total == 3.0
-        assert sent_bytes > 1_000_000  # An allreduce among two sends as many bytes as the tensor has.
+        assert nbytes > 1_000_000  # An allreduce among two sends as many bytes as the tensor has.
 
 
+@pytest.mark.gloo
 def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
     with pytest.raises(launch.RanksFailedError) as caught:
-        launch.run_ranks(launched.rank_one_raises, 2)
+        launch.run_ranks(rank_one_raises, 2)
     (failure,) = caught.value.failures
     assert failure.rank == 1
     assert isinstance(failure.error, CollectiveTimeoutError)
@@ -52,20 +66,23 @@ def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
     assert "rank_one_raises" in failure.trace
 
 
+@pytest.mark.gloo
 def test_the_cause_comes_before_the_errors_that_follow_from_it():
     with pytest.raises(
         launch.RanksFailedError, match="rank 1 was killed by SIGKILL; rank 0 failed: PeerLost"
     ) as caught:
-        launch.run_ranks(launched.rank_one_dies_and_the_other_notices, 2)
+        launch.run_ranks(rank_one_dies_and_the_other_notices, 2)
     assert [failure.rank for failure in caught.value.failures] == [1, 0]
     assert isinstance(caught.value.failures[1].error, PeerLostError)
 
 
+@pytest.mark.gloo
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_a_failure_as_any_other():
     with pytest.raises(launch.RanksFailedError, match="rank 0 was killed by SIGKILL"):
-        launch.run_ranks(launched.die_in_the_middle_of_a_message, 1)
+        launch.run_ranks(die_in_the_middle_of_a_message, 1)
 
 
+@pytest.mark.gloo
 def test_an_interrupt_ends_all_processes():
     process_ids = []
 
@@ -76,6 +93,139 @@ def test_an_interrupt_ends_all_processes():
 
     start_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        launch.run_ranks(launched.sleep_long, 2, (), interrupt_at_second_report)
+        launch.run_ranks(sleep_long, 2, (), interrupt_at_second_report)
     assert time.monotonic() - start_s < 50  # they did not sleep to the end
     assert not any(is_running(process_id) for process_id in process_ids)
+
+
+def report_and_return(rank: Rank, factor: int) -> int:
+    rank.report(("hello", rank.rank))
+    return rank.rank * factor
+
+
+def sum_on_a_host(rank: Rank, numel: int) -> tuple[float, int]:
+    rank.join("gloo", 60.0)
+    before, tensor = sent_bytes(), torch.full((numel,), rank.rank + 1.0)
+    comm.allreduce(tensor)
+    comm.barrier()
+    sent = sent_bytes() - before
+    comm.destroy_process_group()
+    return float(tensor[-1]), sent
+
+
+def rank_one_raises(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise CollectiveTimeoutError("too slow", rank=1, timeout_s=2.5)
+    time.sleep(60)
+
+
+def rank_one_dies_and_the_other_notices(rank: Rank) -> None:
+    if rank.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise PeerLostError("a rank is gone", rank=0, peers=(1,))
+
+
+def die_in_the_middle_of_a_message(rank: Rank) -> None:
+    report: Any = rank.report
+    os.write(report.__self__._connection.fileno(), struct.pack("!i", 1000) + b"only this")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_long(rank: Rank) -> None:
+    rank.report(os.getpid())
+    time.sleep(60)
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*interpreter(), "-m", "bagua.cli.baguarun", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},  # the script lies elsewhere than the package
+        check=False,
+    )
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+def test_the_tutorial_learns_on_two_processes_at_least_as_much_as_on_one(capsys):
+    runpy.run_path(str(REPOSITORY / "examples/spiral_one_process.py"))
+    done = run("--nproc", "2", "examples/spiral.py")
+    assert done.returncode == 0, done.stderr
+    one, two = (float(output.rpartition("accuracy ")[2]) for output in (capsys.readouterr().out, done.stdout))
+    assert two >= one > 0.9  # rank 0 alone prints
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+def test_a_failed_script_is_an_exit_status_and_names_the_rank(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    done = run("--nproc-per-node", "2", "--max-restarts", "0", str(script))
+    assert done.returncode == 1
+    assert "baguarun: rank 1 ended too early, with exit status 3" in done.stderr
+    assert "torch/distributed" not in done.stderr
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+def test_a_start_that_fails_is_told_in_the_summary(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import bagua\nbagua.init_process_group(backend='carrier pigeon')\n")
+    done = run("--nproc", "2", str(script))
+    assert done.returncode == 1
+    assert "failed: TransportUnavailableError: there is no backend" in done.stderr, done.stderr
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+def test_an_error_names_its_rank_once_on_each_line(tmp_path):
+    """The start of torch puts a hook of its own around ours."""
+    script = tmp_path / "fails.py"
+    script.write_text("import bagua\nbagua.init_process_group()\nraise ValueError('no such file')\n")
+    said = run("--nproc", "2", str(script)).stderr
+    assert "[rank1]: ValueError: no such file" in said
+    assert "[rank1]: [rank1]:" not in said
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+def test_who_waits_for_another_machine_says_so_and_hears_ctrl_c():
+    port = str(free_port())
+    first = f"--nnodes 2 --node-rank 0 --master-port {port} train.py"
+    command = [sys.executable, "-m", "bagua.cli.baguarun", *first.split()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as waiting:
+        until(lambda: _listens(int(port)))
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == -signal.SIGINT
+    assert f"have met at 127.0.0.1:{port}" in said
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize("flags", [(), ("--standalone",), ("--master-port", str(free_port()))])
+def test_the_store_of_one_host_is_not_reached_from_others(flags, tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import os, socket\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "socket.create_connection((os.environ['MASTER_ADDR'], port)).close()\n"
+        "try:\n"
+        "    socket.create_connection(('127.0.0.2', port))\n"  # It reaches who listens on all interfaces.
+        "except ConnectionRefusedError:\n"
+        "    print('refused')\n"
+    )
+    done = run("--nproc", "2", *flags, str(script), "--nproc", "7")
+    assert (done.returncode, done.stdout.split()) == (0, ["refused", "refused"]), done.stderr

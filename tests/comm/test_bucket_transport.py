@@ -21,7 +21,7 @@ from bagua.errors import (
 from tests.contract.exercises import EXERCISES, CallSetting, perform
 from tests.contract.results import REDUCING
 from tests.harness import in_threads
-from tests.membership.buckets import names, needs_obstore, opened
+from tests.membership.servers import names, needs_obstore, opened
 
 pytestmark = needs_obstore
 

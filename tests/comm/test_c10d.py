@@ -36,8 +36,7 @@ from bagua.errors import (
 )
 from tests.comm.memory_ranks import run_on_gloo, values
 from tests.contract.asynchronous import resources
-from tests.contract.exercises import CallSetting, perform
-from tests.contract.reference import COPIED, LEGAL, REDUCED
+from tests.contract.exercises import COPIED, LEGAL, REDUCED, CallSetting, perform
 from tests.contract.results import COPYING, REDUCING, exercise_all
 from tests.harness import until
 from tests.versions import TORCH, needs

@@ -1,7 +1,16 @@
-"""The transports of this project against the contract that all transports share."""
+"""The transports of this project, and those from outside of it, against the contract that all transports share."""
+
+from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+import bagua.comm
+from bagua.comm import register_transport
+from bagua.comm.transports import registry
+from bagua.comm.transports.threads import ThreadsTransport
+from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 from bagua.testing import ProcessRanks, ThreadRanks
 from tests.contract.transports import TransportContract
 from tests.versions import nccl_ranks
@@ -74,3 +83,83 @@ class TestNccl(TransportContract):
         if nccl_ranks() < 2:
             pytest.skip("two ranks on NCCL need two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
         return ProcessRanks(2, backend="nccl")
+
+
+class Outside(ThreadsTransport):
+    """A transport of somebody else, for whom calls are not compared."""
+
+    compares_calls = False
+
+
+register_transport("outside", Outside)
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo", "nccl", "bagua", "two words", "", "cpu:mine"])
+def test_names_that_are_taken_or_none_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        register_transport(name, Outside)
+
+
+def test_a_name_belongs_to_one_factory() -> None:
+    register_transport("twice", Outside)
+    register_transport("twice", Outside)
+    with pytest.raises(ConfigurationError, match="twice"):
+        register_transport("twice", ThreadsTransport)
+
+
+def test_the_refusal_of_a_transport_is_an_error_on_all_ranks() -> None:
+    reason = TransportUnavailableError("there is no cable")
+    register_transport("unplugged", Outside, refusal=lambda: reason)
+    outcomes = ThreadRanks(2, backend="unplugged").outcomes(bagua.comm.get_rank)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, TransportUnavailableError)
+        assert "no cable" in str(outcome.error)
+
+
+def compare() -> BaseException:
+    comm = bagua.comm.get_default_group().global_communicator
+    comm.allreduce(torch.ones(2))
+    with pytest.raises(CollectiveMismatchError, match=r".") as caught:
+        comm.allreduce(torch.ones(2 + comm.rank))
+    return caught.value
+
+
+def test_calls_are_compared_with_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEBUG", "1")
+    compared = []
+
+    class Checked(registry.CheckedTransport):
+        def __init__(self, *arguments: object) -> None:
+            compared.append(True)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(registry, "CheckedTransport", Checked)
+    ThreadRanks(2, backend="outside").run(compare)
+    assert compared
+
+
+def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Closing(Outside):
+        def close(self) -> None:
+            closed.append(self.rank)
+            super().close()
+
+    def unable(*_: object) -> None:
+        raise TransportUnavailableError("no place beside it")
+
+    register_transport("alone", Closing)
+    monkeypatch.setenv("BAGUA_DEBUG", "1")
+    monkeypatch.setattr(registry, "C10dTransport", unable)
+    for outcome in ThreadRanks(2, backend="alone").outcomes(bagua.comm.get_rank):
+        assert "no place beside it" in str(outcome.error)
+    assert set(closed) == {0, 1}
+
+
+def test_one_rank_needs_no_connection() -> None:
+    bagua.comm.init_process_group(backend="outside", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert bagua.comm.get_default_group().global_communicator.backend == "solo"
+    finally:
+        bagua.comm.destroy_process_group()

@@ -1,12 +1,27 @@
-"""The error tree: what each class is, what its message says, and that it survives pickling."""
+"""The error tree: what each class is and says, what the environment may hold, and a script that ends with one."""
+
+from __future__ import annotations
 
 import copy
+import json
+import logging
+import os
 import pickle
+import re
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bagua import errors
+from bagua import env, errors
+from bagua.comm.lifetime.closing import own_traceback, report_uncaught, uncaught_error
+from bagua.comm.startup import formation
+from bagua.comm.startup.default_group import WorldHolder
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -14,6 +29,8 @@ from bagua.errors import (
     ConfigurationError,
     PeerLostError,
 )
+from tests.interpreters import interpreter
+from tests.launching import REPOSITORY
 
 PARENTS = {
     errors.BaguaError: (Exception,),
@@ -127,3 +144,234 @@ def test_facts_that_become_known_later_are_in_the_message():
 )
 def test_an_end_is_told_whatever_the_exit_code(exit_code, said):
     assert errors.how_it_ended(exit_code) == said
+
+
+SOURCE = Path(env.__file__).parent
+
+READERS = {
+    env.get_rank: ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"],
+    env.get_world_size: ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"],
+    env.get_local_rank: ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"],
+    env.get_local_world_size: ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    env.get_node_rank: ["GROUP_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID"],
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for names in READERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("BAGUA_TIMEOUT_S", "BAGUA_DEBUG", "BAGUA_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_launchers_are_understood_in_order_of_precedence(read, monkeypatch):
+    assert read() is None
+    for value, name in enumerate(reversed(READERS[read])):
+        monkeypatch.setenv(name, str(value))
+        assert read() == value
+    monkeypatch.setenv(READERS[read][0], "")
+    assert read() == len(READERS[read]) - 2, "an empty variable is none"
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_a_number_that_is_none_is_an_error_that_names_the_variable(read, monkeypatch):
+    monkeypatch.setenv(READERS[read][0], "three")
+    with pytest.raises(ConfigurationError, match=f"{READERS[read][0]}.*three"):
+        read()
+
+
+def test_timeout(monkeypatch):
+    assert env.timeout_s() is None
+    monkeypatch.setenv("BAGUA_TIMEOUT_S", "2.5")
+    assert env.timeout_s() == 2.5
+    for wrong in ("0", "-1", "soon", "nan"):
+        monkeypatch.setenv("BAGUA_TIMEOUT_S", wrong)
+        with pytest.raises(ConfigurationError, match="BAGUA_TIMEOUT_S"):
+            env.timeout_s()
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("0", False), ("", False), ("false", False)])
+def test_debugging_is_switched_on_by_anything_but_a_no(text, on, monkeypatch):
+    assert env.debug_checks() is False
+    monkeypatch.setenv("BAGUA_DEBUG", text)
+    assert env.debug_checks() is on
+
+
+def test_launcher_variables_are_those_that_are_set(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "")
+    found = env.launcher_variables()
+    assert found["MASTER_ADDR"] == "host"
+    assert "MASTER_PORT" not in found
+
+
+def test_a_child_inherits_what_is_not_set_for_it(monkeypatch):
+    monkeypatch.setattr(env.os, "environ", {"RANK": "7", "OMP_NUM_THREADS": "4"})
+    inherited = env.for_child({"RANK": "0"}, {"OMP_NUM_THREADS": "1", "LANG": "C"})
+    assert inherited == {"RANK": "0", "OMP_NUM_THREADS": "4", "LANG": "C"}
+
+
+def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch, caplog):
+    monkeypatch.setattr(
+        env.os, "environ", {"BAGUA_TIMEOUT": "3", "BAGUA_LOG": "info", "BAGUA_COLOUR_OF_BIKESHED": "red"}
+    )
+    assert env.unknown_variables() == [
+        "BAGUA_COLOUR_OF_BIKESHED has no meaning",
+        "BAGUA_TIMEOUT has no meaning; did you mean BAGUA_TIMEOUT_S?",
+    ]
+
+
+def test_each_variable_of_ours_is_known_and_documented(monkeypatch):
+    source = (SOURCE / "env.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"(BAGUA_[A-Z_]+)"', source))
+    monkeypatch.setattr(env.os, "environ", dict.fromkeys(read, "1"))
+    assert not env.unknown_variables()
+    page = (SOURCE.parent / "docs" / "api" / "environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"`(BAGUA_[A-Z_]+)`", page))
+
+
+def test_variables_without_meaning_are_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setenv("BAGUA_TIMEOUTS", "3")
+    formation._warn_of_variables.cache_clear()
+    for _ in range(2):
+        formation.configure_log()
+    assert caplog.text.count("BAGUA_TIMEOUTS") == 1
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_a_message_has_its_rank_and_a_line_of_its_own(monkeypatch, capsys, bars):
+    monkeypatch.setenv("RANK", "3")
+    record = logging.LogRecord("bagua", logging.WARNING, "", 0, "late: rank %d", (2,), None)
+    shown, written = formation._Shown(), []
+    fake = SimpleNamespace(tqdm=SimpleNamespace(write=lambda text, file: written.append(text)))
+    monkeypatch.setitem(sys.modules, "tqdm", fake) if bars else monkeypatch.delitem(sys.modules, "tqdm", raising=False)
+    shown.handle(record)
+    assert capsys.readouterr().err == ""  # pytest has set up logging
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    shown.handle(record)
+    line = "[rank3] bagua WARNING: late: rank 2"
+    assert (written, capsys.readouterr().err) == (([line], "") if bars else ([], f"{line}\n"))
+    record.exc_info = (ValueError, ValueError("its traceback"), None)
+    shown.handle(record)
+    assert "ValueError: its traceback" in "".join([*written, capsys.readouterr().err])
+    monkeypatch.setattr(logging.getLogger("bagua"), "handlers", [shown, logging.NullHandler()])
+    shown.handle(record)
+    assert capsys.readouterr().err == ""  # somebody else shows the messages of bagua
+
+
+SCRIPT = """
+import sys, torch, bagua.comm as comm
+comm.init_process_group(backend=sys.argv[1], timeout=20)
+tensor = torch.ones(3)
+comm.allreduce(tensor)
+if comm.get_rank() == 1:
+    {end}
+comm.allreduce(tensor)
+"""
+
+
+def run(tmp_path: Path, backend: str, end: str) -> str:
+    """What the launcher and the ranks write."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    done = subprocess.run(
+        [*interpreter(), "-m", "bagua.cli.baguarun", "--nproc", "2", str(script), backend],
+        capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize(
+    "backend", [pytest.param("shm", marks=pytest.mark.shm), pytest.param("gloo", marks=pytest.mark.gloo)]
+)
+def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_path: Path, backend: str) -> None:
+    said = run(tmp_path, backend, "raise RuntimeError('my own bug')")
+    assert "PeerLostError: lost rank 1: it left its script with RuntimeError: my own bug" in said
+    assert "RuntimeError: my own bug" in said
+    assert "site-packages" not in said
+    summary = said.partition("baguarun: ")[2]
+    assert summary.startswith("rank 1 failed: RuntimeError: my own bug\n  Traceback")
+    assert "rank 0 failed: PeerLostError: lost rank 1" in summary
+    folder = summary.split()[-1]
+    assert "site-packages" not in Path(folder, "summary.txt").read_text()
+    assert "PeerLostError" in Path(folder, "traceback_0.txt").read_text()
+    assert len(list(Path(folder).glob("*/calls_0.json"))) == 1
+    shutil.rmtree(folder)
+
+
+@pytest.mark.shm
+@pytest.mark.usefixtures("forked_python")
+def test_a_rank_that_ends_in_order_has_closed_its_communicator(tmp_path: Path) -> None:
+    assert "lost rank 1: it closed its communicator" in run(tmp_path, "shm", "sys.exit(0)")
+
+
+def test_an_old_error_at_a_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("a slip of the user")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert uncaught_error() is error
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert uncaught_error() is None
+
+
+def test_a_world_is_closed_although_its_error_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(_: BaseException | None) -> None:
+        raise TypeError("an error whose text cannot be made")
+
+    closed: list[bool] = []
+    holder = WorldHolder()
+    world = SimpleNamespace(process=os.getpid(), abort=abort, close=lambda: closed.append(True))
+    monkeypatch.setattr(holder, "process_world", world)
+    with pytest.raises(TypeError):
+        holder._close_at_exit()
+    assert closed == [True]
+
+
+def _raised_inside_torch() -> Exception:
+    try:
+        torch.utils.data.default_collate([object()])
+    except TypeError as raised:
+        return raised
+    raise AssertionError("torch takes it")
+
+
+def test_a_traceback_holds_the_users_frames_alone() -> None:
+    told = own_traceback(_raised_inside_torch())
+    assert "test_uncaught.py" in told
+    assert "TypeError: default_collate" in told
+    assert "site-packages/torch" not in told
+    error = PeerLostError.of(1, "it died")
+    told = own_traceback(error)
+    assert told == f"PeerLostError: {str(error).partition(chr(10))[0]}\n"
+
+
+def test_an_error_that_cannot_be_handed_over_is_printed_as_usual(tmp_path: Path, monkeypatch, capsys) -> None:
+    usual: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: usual.append(arguments))
+    report_uncaught(3, str(tmp_path / "no folder" / "error.json"))
+    error = ValueError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert usual == [(ValueError, error, None)]
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    report_uncaught(3, str(tmp_path / "error.json"))
+    sys.excepthook(ValueError, error, None)
+    assert len(usual) == 1
+    assert capsys.readouterr().err == "[rank3]: ValueError: mine\n"
+    facts = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
+    assert (facts["culprit"], facts["rank"]) == (3, 3)
+
+
+def test_a_hook_of_the_program_shows_its_errors(tmp_path: Path, monkeypatch, capsys) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *arguments: shown.append(arguments))
+    report_uncaught(0, str(tmp_path / "error.json"))
+    error = ValueError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert (shown, capsys.readouterr().err) == ([(ValueError, error, None)], "")
+    assert "ValueError: mine" in (tmp_path / "error.json").read_text()

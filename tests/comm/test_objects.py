@@ -1,16 +1,29 @@
-"""Calls on objects, which are made of several: what an error in the middle of one leaves behind."""
+"""Calls on objects: what is encoded safely, and what an error in the middle of a call leaves behind."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import struct
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bagua.comm import composed, get_default_group
 from bagua.comm.communicator import Communicator
-from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
+from bagua.comm.objects import as_bytes, decode, encode, encode_failure
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    InvalidTensorError,
+    PeerLostError,
+)
 from bagua.testing import ThreadRanks
 from tests.comm.memory_ranks import run_on_gloo, values
 
@@ -114,3 +127,244 @@ def test_what_is_no_object_is_an_error_that_names_the_sender(messages: list[torc
         return caught.value.peers
 
     assert on_threads(2, job) == [(1,), (1,)]
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(allow_nan=False),
+    st.binary().map(bytearray),
+)
+KEYS = st.one_of(st.none(), st.integers(), st.text(), st.binary(), st.tuples(st.text(), st.integers()))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(KEYS, inner),
+        st.sets(KEYS),
+        st.frozensets(KEYS),
+    ),
+    max_leaves=12,
+)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+def same(one, other):
+    """Equality that also tells 1 from True and 1.0, at every depth."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, b) and same(c, d) for (a, c), (b, d) in pairs)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@given(VALUES)
+def test_values_come_back(value):
+    assert same(decode(encode(value)), value)
+
+
+@given(VALUES)
+def test_values_come_back_through_pickle(value):
+    assert same(decode(encode(value, allow_pickle=True), allow_pickle=True), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), Point(1, 2), OrderedDict(a=1), range(3), torch.float32, torch.device("cpu"), {"deep": [{1: print}]}],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_safe_encoding_is_refused_by_name(value):
+    with pytest.raises(ConfigurationError, match="allow_pickle") as caught:
+        encode(value)
+    assert caught.value.argument == "obj"
+
+
+def test_subclasses_do_not_lose_their_type_silently():
+    class Whole(int):
+        pass
+
+    with pytest.raises(ConfigurationError, match="Whole"):
+        encode(Whole(3))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.complex128, torch.bool, torch.bfloat16, torch.uint16, torch.uint32, torch.uint64]
+)
+def test_tensors_of_every_layout_come_back(dtype):
+    base = torch.arange(24).view(2, 3, 4).to(dtype)
+    views = [base, base.permute(2, 0, 1), base[..., :1], base[:1, :1, ::2], base[0, 0, 0], base[:0], base.conj()]
+    for view, back in zip(views, decode(encode(views)), strict=True):
+        assert back.dtype is dtype
+        assert back.shape == view.shape
+        assert torch.equal(back, view)
+        assert back.is_contiguous()
+
+
+def test_tensors_come_back_without_their_history():
+    assert not decode(encode(torch.ones(2).requires_grad_() * 2)).requires_grad
+
+
+def test_a_sparse_tensor_is_refused():
+    with pytest.raises(InvalidTensorError, match="dense"):
+        encode([torch.eye(2).to_sparse()])
+
+
+def test_pickled_bytes_are_not_loaded_unless_asked_for():
+    class Bomb:
+        def __reduce__(self):
+            return pytest.fail, ("it went off",)
+
+    data = encode(0, allow_pickle=True)
+    armed = torch.cat([data[: struct.calcsize("<BQ")], torch.tensor(list(pickle.dumps(Bomb())), dtype=torch.uint8)])
+    with pytest.raises(ConfigurationError, match="pickle"):
+        decode(armed)
+
+
+def test_a_failure_arrives_as_one():
+    with pytest.raises(ConfigurationError, match="no such thing"):
+        decode(encode_failure("no such thing"))
+
+
+HEADER = struct.Struct("<BQ")
+
+
+def message(document, blobs=b"", flag=0):
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return HEADER.pack(flag, len(text)) + text + blobs
+
+
+def read(raw):
+    """What ``raw`` holds; None if it is refused, as from its sender. Memory grows by what came, and little else."""
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    try:
+        found = decode(data, sender=7)
+    except CollectiveMismatchError as error:
+        assert error.peers == (7,)
+        assert "rank 7" in str(error)
+        return None
+    except ConfigurationError as error:  # It is a failure of the sender, or pickle.
+        assert error.argument in ("obj", "allow_pickle")
+        return None
+    assert sum(tensor.nbytes for tensor in tensors_in(found)) <= len(raw)
+    return found
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        message(["tensor", "uint8", [1500 << 20]], b"\x01"),
+        message(["tensor", "float32", [8]]),
+        message(["tensor", "int64", [2**40, 2**40]], b"12345678"),
+        message(["tensor", "uint8", [0, 2**70]]),
+        message(["tensor", "uint8", [-1, -2]], b"ab"),
+        message(["tensor", "uint8", [True]], b"a"),
+        message(["tensor", "uint8", 2], b"ab"),
+        message(["tensor", "quint8", [2]], b"ab"),
+        message(["tensor", "uint8"], b"ab"),
+        message(["bytes", 10], b"abc"),
+        message(["bytes", 2.0], b"ab"),
+        message(["list", ["bytes", 3], ["bytes", -3], ["bytes", 3]], b"abcdef"),
+        message(["bytes", 2], b"abc"),
+        message(["evil", 2], b"ab"),
+        message(["complex", 1, "j"]),
+        message(["dict", [["list"], 1]]),
+        message(["dict", 3]),
+        message(["set", ["list"]]),
+        message([["list"], 1]),
+        message({"a": 1}),
+        message([]),
+        message(b"[" * 100_000 + b"]" * 100_000),
+        message(b"9" * 10_000),
+        message(b"\xff\xfe"),
+        message(1, flag=9),
+        HEADER.pack(0, 1 << 62) + b"1",
+        HEADER.pack(0, 3)[:5],
+        b"",
+    ],
+    ids=lambda raw: repr(raw[9:45]),
+)
+def test_bytes_that_are_no_object_are_one_error_that_names_their_sender(raw):
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(CollectiveMismatchError, match="bytes of rank 7 are no object"):
+        decode(data, sender=7)
+
+
+def test_a_failure_that_is_no_text_is_shown():
+    assert read(message(b"", b"\xff\xfe", flag=2)) is None
+    with pytest.raises(ConfigurationError, match=r"\\xff"):
+        decode(torch.frombuffer(bytearray(message(b"", b"\xff", flag=2)), dtype=torch.uint8))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_another_error(raw):
+    read(raw)
+
+
+@given(st.binary(max_size=80), st.binary(max_size=30))
+def test_no_document_is_another_error(document, blobs):
+    read(message(document, blobs))
+
+
+TENSORS = st.sampled_from([torch.arange(5), torch.ones(2, 3), torch.zeros(0), torch.tensor(1, dtype=torch.uint16)])
+DOCUMENTS = st.recursive(
+    st.one_of(LEAVES, TENSORS), lambda inner: st.one_of(st.lists(inner), st.dictionaries(KEYS, inner)), max_leaves=6
+)
+
+
+@given(DOCUMENTS, st.data())
+def test_a_message_that_was_changed_is_refused_or_has_nothing_that_was_not_sent(value, data):
+    raw = bytearray(as_bytes(encode(value)))
+    cut = data.draw(st.integers(0, len(raw)))
+    way = data.draw(st.sampled_from(["cut", "more", "flip", "delete"]))
+    if way == "cut":
+        raw = raw[:cut]
+    elif way == "more":
+        raw += data.draw(st.binary(min_size=1, max_size=9))
+        assert read(raw) is None
+    elif way == "delete":
+        del raw[cut : cut + data.draw(st.integers(1, 9))]
+    elif cut < len(raw):
+        raw[cut] ^= 1 << data.draw(st.integers(0, 7))
+    read(raw)
+
+
+def test_objects_end_at_a_depth_that_both_sides_know():
+    def nested(levels):
+        value = 1
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    assert decode(encode(nested(100))) == nested(100)
+    with pytest.raises(ConfigurationError, match="too deeply"):
+        encode(nested(101))
+    assert read(message(json.loads(json.dumps(tagged(101))))) is None
+
+
+def tagged(levels):
+    value = 1
+    for _ in range(levels):
+        value = ["list", value]
+    return value

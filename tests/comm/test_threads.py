@@ -1,4 +1,4 @@
-"""What is particular to ranks that are threads: how they meet, how they die, what they leave behind."""
+"""Ranks that are threads, or of which one is there: how they meet, how they die, what they leave behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from bagua.comm.communicator import Communicator
+from bagua.comm import CallRecord, Communicator, rehearsal_group
 from bagua.comm.transports import threads
 from bagua.comm.transports.threads import Step, ThreadsTransport
 from bagua.errors import PeerLostError, TransportUnavailableError
 from tests.comm.memory_ranks import membership, run, values
 
-pytestmark = pytest.mark.threads
 
-
+@pytest.mark.threads
 @pytest.mark.parametrize(("rank", "world", "refusal"), [(1, "another process", ""), (0, "", "it is in process 5")])
 def test_a_rank_in_another_process_is_refused_by_itself_and_by_the_others(rank: int, world: str, refusal: str) -> None:
     store, other = HashStore(), 1 - rank
@@ -31,6 +30,7 @@ def test_a_rank_in_another_process_is_refused_by_itself_and_by_the_others(rank: 
     assert caught.value.peers == (1,)
 
 
+@pytest.mark.threads
 def test_a_rank_that_closed_is_lost_to_those_who_wait_for_it_only() -> None:
     def job(comm: Communicator) -> object:
         if comm.rank == 2:
@@ -48,6 +48,7 @@ def test_a_rank_that_closed_is_lost_to_those_who_wait_for_it_only() -> None:
     assert "closed its communicator" in str(outcomes[0])
 
 
+@pytest.mark.threads
 def test_a_rank_lives_while_its_asynchronous_calls_run() -> None:
     """The thread of rank 1 has ended when rank 0 waits, but its call has yet to arrive."""
     rank_0_waits = threading.Event()
@@ -72,6 +73,7 @@ def test_a_rank_lives_while_its_asynchronous_calls_run() -> None:
     assert works[0].wait()
 
 
+@pytest.mark.threads
 def test_a_rank_lives_while_the_thread_that_built_it_does() -> None:
     """A helper thread made the latest call of rank 1 and has ended."""
     waiting = threading.Event()
@@ -92,6 +94,7 @@ def test_a_rank_lives_while_the_thread_that_built_it_does() -> None:
     assert values(run(2, job)) == [None, None]
 
 
+@pytest.mark.threads
 def test_closing_leaves_nothing_behind() -> None:
     """No thread, and neither the world nor a tensor that went through it stays alive."""
     before, others = threading.active_count(), set(threads._worlds)
@@ -113,6 +116,7 @@ def test_closing_leaves_nothing_behind() -> None:
     assert set(threads._worlds) <= others  # an error that some other test holds may keep its ranks' world
 
 
+@pytest.mark.threads
 def test_a_lent_tensor_is_not_kept_after_the_call() -> None:
     def job(comm: Communicator) -> bool:
         tensor = torch.ones(100_000)
@@ -126,3 +130,50 @@ def test_a_lent_tensor_is_not_kept_after_the_call() -> None:
         return reference() is None
 
     assert values(run(2, job)) == [True, True]
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def call(self, record: CallRecord) -> None:
+        self.kinds.append(record.call.kind)
+
+    def span(self, *_: object) -> None:
+        """Not looked at."""
+
+
+def everything(comm: Communicator) -> list[torch.Tensor]:
+    one, all_of_them = torch.arange(4.0), torch.arange(16.0)
+    gathered, share, swapped = torch.empty(16), torch.empty(4), torch.empty(16)
+    comm.allgather(gathered, one)
+    comm.reduce_scatter(share, all_of_them)
+    comm.alltoall(swapped, all_of_them)
+    comm.allreduce(one)
+    comm.broadcast(one, 1)
+    comm.send(one, 1)
+    comm.recv(one, 1)
+    comm.barrier()
+    return [gathered, share, swapped]
+
+
+def test_peers_hold_what_this_rank_holds_and_the_record_says_what_was_called() -> None:
+    group, calls = rehearsal_group([2, 2]), Calls()
+    group.recorder.trace = calls
+    gathered, share, swapped = everything(group.global_communicator)
+    assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0] * 4
+    assert share.tolist() == [0.0, 4.0, 8.0, 12.0]
+    assert swapped.tolist() == [0.0, 1.0, 2.0, 3.0] * 4
+    expected = ["allgather", "reduce_scatter", "alltoall", "allreduce", "broadcast", "send", "recv", "barrier"]
+    assert calls.kinds == expected
+    assert group.global_communicator.allgather_object("here") == ["here"] * 4
+    group.close()
+
+
+def test_groups_from_it_are_rehearsals_too() -> None:
+    group = rehearsal_group([2, 2, 1])
+    twin = group.duplicate().duplicate()
+    assert (twin.size, twin.node_sizes, twin.backend) == (5, (2, 2, 1), "rehearsal")
+    assert twin.inter_node_communicator.ranks == (0, 2, 4)
+    group.close()
+    assert twin.closed

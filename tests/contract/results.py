@@ -1,15 +1,36 @@
-"""Chapter 1: results. Every collective against plain tensors: dtypes, reductions, roots, layouts, aliases."""
+"""Chapter 1: results and arguments. Every collective against plain tensors; what cannot work is refused."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import torch
 
 import bagua.comm
-from bagua.comm import ReduceOp
-from tests.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
-from tests.contract.reference import COPIED, FLOATS, LEGAL
+from bagua.comm import Communicator, ReduceOp
+from bagua.errors import (
+    BaguaError,
+    ConfigurationError,
+    InvalidRankError,
+    InvalidReduceOpError,
+    InvalidTensorError,
+)
+from tests.contract.exercises import (
+    COPIED,
+    FLOATS,
+    LEGAL,
+    REDUCED,
+    TENSOR_KINDS,
+    CallSetting,
+    assert_same,
+    communicator,
+    home,
+    perform,
+)
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
@@ -225,3 +246,200 @@ def exercise_in_subgroups() -> None:
         for kind in TENSOR_KINDS:
             perform(kind, comm, replace(CallSetting(seed=number + 1), root=comm.size - 1))
     perform("allreduce", communicator(), CallSetting())
+
+
+#: A call, the error it gets, and the argument that the error names.
+Refused = tuple[Callable[[Communicator], Any], type[BaguaError], str]
+RANKS = ("root", "dst", "src")
+TENSORS = ("output", "tensor", "tensors")
+MESSAGES = ("send", "recv", "send_object", "recv_object")
+
+
+def expect(call: Callable[[Communicator], Any], kind: type[BaguaError], argument: str) -> None:
+    """Fail unless ``call`` is refused with this error, which names the argument and both sides."""
+    comm = communicator()
+    before = comm.history()
+    try:
+        call(comm)
+    except kind as error:
+        named = getattr(error, "argument", None)
+        assert named is not None, f"{error!r} names no argument"
+        assert argument in named, f"{error!r} names {named}, not {argument}"
+        assert argument in str(error), str(error)
+        assert "expected" in str(error), str(error)
+        assert "seen" in str(error), str(error)
+    else:
+        raise AssertionError(f"nothing was refused where {kind.__name__} about {argument} is due")
+    assert comm.usable, "a refused argument broke the communicator"
+    assert comm.history() == before, "a refused call was counted"
+
+
+def good_calls(dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Any]]:
+    """For each kind of call, arguments that work. All ranks would have to make it together."""
+    comm = communicator()
+    size, first, other = comm.size, comm.rank == 0, (comm.rank + 1) % comm.size
+
+    def ones(shares: int) -> torch.Tensor:
+        return torch.ones(2 * shares).to(home(comm), dtype)
+
+    counts = {"output_counts": [2] * size, "input_counts": [2] * size}
+    return {
+        "allreduce": {"tensor": ones(size)},
+        "reduce": {"tensor": ones(size), "dst": 0},
+        "broadcast": {"tensor": ones(size)},
+        "allgather": {"output": ones(size), "tensor": ones(1)},
+        "gather": {"output": ones(size) if first else None, "tensor": ones(1)},
+        "scatter": {"output": ones(1), "tensor": ones(size) if first else None},
+        "reduce_scatter": {"output": ones(1), "tensor": ones(size)},
+        "alltoall": {"output": ones(size), "tensor": ones(size)},
+        "alltoall_v": {"output": ones(size), "tensor": ones(size), **counts},
+        "sendrecv": {"output": ones(1), "tensor": ones(1), "src": other, "dst": other},
+        "send": {"tensor": ones(1), "dst": other},
+        "recv": {"tensor": ones(1), "src": other},
+        "barrier": {},
+        "allreduce_coalesced": {"tensors": [ones(1), ones(2)]},
+        "broadcast_coalesced": {"tensors": [ones(1), ones(2)]},
+        "broadcast_object": {},
+        "allgather_object": {"obj": "x"},
+        "gather_object": {"obj": "x"},
+        "scatter_object": {"objs": ["x"] * size if first else None},
+        "send_object": {"obj": "x", "dst": other},
+        "recv_object": {"src": other},
+    }
+
+
+def refuse_everywhere(names: Sequence[str], bad: Any, error: type[BaguaError], **making: Any) -> None:
+    """Expect ``error`` wherever a call has an argument of one of these names, and ``bad`` stands there."""
+    calls = good_calls(**making)
+    given = [tensor for call in calls.values() for tensor in call.values() if isinstance(tensor, torch.Tensor)]
+    before = [tensor.clone() for tensor in given]
+    for kind, good in calls.items():
+        parameters = inspect.signature(getattr(Communicator, kind)).parameters
+        for name in names:
+            absent = name not in parameters or (name in good and good[name] is None)
+            if absent or (kind in MESSAGES and communicator().size == 1 and name not in RANKS):
+                continue
+            value = [good["tensors"][0], bad] if name == "tensors" else bad
+            expect(lambda comm, kind=kind, call={**good, name: value}: getattr(comm, kind)(**call), error, name)
+    for tensor, old in zip(given, before, strict=True):
+        assert_same(tensor, old, f"what was passed beside {names}")
+
+
+def try_meaningless_reductions() -> None:
+    for op, legal in LEGAL:
+        for dtype in [dtype for dtype in REDUCED if dtype not in legal] + [torch.float8_e5m2]:
+            refuse_everywhere(["op"], op, InvalidReduceOpError, dtype=dtype)
+    for unknown in ("sum", None, 17, ReduceOp.PREMUL_SUM):
+        refuse_everywhere(["op"], unknown, InvalidReduceOpError)
+    perform("allreduce", communicator(), CallSetting())
+
+
+def try_wrong_tensors() -> None:
+    device = home(communicator())
+    foreign = torch.empty(2, dtype=torch.bits16, device=device)
+    for bad in ([1.0, 2.0], None, 3.0, torch.ones(2, device="meta"), torch.eye(2, device=device).to_sparse(), foreign):
+        refuse_everywhere(TENSORS, bad, InvalidTensorError)
+    try_outputs_that_overlap_themselves()
+    for none_at_all in (torch.ones(2, device=device), 5, None):
+        expect(lambda c, given=none_at_all: c.allreduce_coalesced(given), InvalidTensorError, "tensors")
+        expect(lambda c, given=none_at_all: c.broadcast_coalesced(given), InvalidTensorError, "tensors")
+    perform("allreduce", communicator(), CallSetting())
+
+
+def try_outputs_that_overlap_themselves() -> None:
+    """What is only read may overlap itself."""
+    size, good = communicator().size, good_calls()
+    repeated = torch.ones(1, device=home(communicator())).expand(2 * size)
+    windows = torch.ones(2 * size, device=repeated.device).as_strided((size, 2), (1, 1))
+    for bad in (repeated, windows) if size > 1 else (repeated,):
+        for kind in ("allreduce", "reduce", "allgather", "alltoall", "scatter", "allreduce_coalesced"):
+            name = next(iter(good[kind]))
+            call = {**good[kind], name: [bad] if name == "tensors" else bad}
+            expect(lambda comm, kind=kind, call=call: getattr(comm, kind)(**call), InvalidTensorError, name)
+        assert bool((bad == 1).all())
+
+
+def try_wrong_ranks() -> None:
+    comm = communicator()
+    for bad in (-1, comm.size, True, "0", None, 0.0):
+        refuse_everywhere(RANKS, bad, InvalidRankError)
+    tensor = torch.ones(2, device=home(comm))
+    expect(lambda c: c.send(tensor, c.rank), InvalidRankError, "dst")
+    expect(lambda c: c.recv(tensor, c.rank), InvalidRankError, "src")
+    if comm.size > 1:
+        other = (comm.rank + 1) % comm.size
+        expect(lambda c: c.sendrecv(tensor, tensor.clone(), c.rank, other), InvalidRankError, "src")
+        expect(lambda c: c.sendrecv(tensor, tensor.clone(), other, c.rank), InvalidRankError, "dst")
+    perform("allreduce", comm, CallSetting())
+
+
+def try_wrong_sizes() -> None:
+    comm = communicator()
+    size, device = comm.size, home(comm)
+    share, whole = torch.ones(3, device=device), torch.ones(3 * size, device=device)
+    halves = torch.ones(3 * size, dtype=torch.float16, device=device)
+    ones = [1] * size
+    fractions: Any = [1.0] * size
+    flags: Any = [True] * size
+    refused: list[Refused] = [
+        (lambda c: c.allgather(whole[1:], share), InvalidTensorError, "output"),
+        (lambda c: c.allgather(halves, share), InvalidTensorError, "output"),
+        (lambda c: c.gather(whole[1:] if c.rank == 0 else share, share), InvalidTensorError, "output"),
+        (lambda c: c.gather(None if c.rank == 0 else whole, share), InvalidTensorError, "output"),
+        (lambda c: c.scatter(share, whole[1:] if c.rank == 0 else share), InvalidTensorError, "tensor"),
+        (lambda c: c.scatter(share, None if c.rank == 0 else whole), InvalidTensorError, "tensor"),
+        (lambda c: c.reduce_scatter(share, whole[1:]), InvalidTensorError, "tensor"),
+        (lambda c: c.reduce_scatter(share, halves), InvalidTensorError, "tensor"),
+        (lambda c: c.alltoall(whole[1:], whole), InvalidTensorError, "output"),
+        (lambda c: c.alltoall(halves, whole), InvalidTensorError, "output"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, ones[1:]), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones[1:], ones), ConfigurationError, "output_counts"),
+        (lambda c: c.alltoall_v(whole, whole[:size], ones, ones), ConfigurationError, "output_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole, ones, ones), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, fractions), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, flags), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, [*ones, 0]), ConfigurationError, "input_counts"),
+        (lambda c: c.alltoall_v(halves[:size], whole[:size], ones, ones), InvalidTensorError, "output"),
+        (lambda c: c.sendrecv(halves, whole, (c.rank - 1) % size, (c.rank + 1) % size), InvalidTensorError, "output"),
+    ]
+    if size > 1:
+        negative = [-1, *ones[2:], 3]
+        refused += [
+            (lambda c: c.alltoall(whole[1:], whole[1:]), InvalidTensorError, "tensor"),
+            (lambda c: c.alltoall_v(whole[:size], whole[:size], ones, negative), ConfigurationError, "input_counts"),
+        ]
+    for case in refused:
+        expect(*case)
+    assert share.tolist() + whole.tolist() == [1.0] * (3 + 3 * size)
+    perform("allreduce", comm, CallSetting())
+
+
+def refuse_the_root() -> None:
+    """What only the root passes is wrong there only. The others wait for its next call."""
+    comm = communicator()
+    share, whole = torch.ones(3, device=home(comm)), torch.ones(3 * comm.size, device=home(comm))
+    for kind, call, argument in (
+        ("gather", lambda c: c.gather(whole[1:], share), "output"),
+        ("scatter", lambda c: c.scatter(share, whole[1:]), "tensor"),
+    ):
+        if comm.rank == 0:
+            expect(call, InvalidTensorError, argument)
+        perform(kind, comm, CallSetting())
+
+
+def try_wrong_timeouts() -> None:
+    for bad in (0, -1.0, float("nan"), "1", True, timedelta(0)):
+        refuse_everywhere(["timeout"], bad, ConfigurationError)
+    perform("allreduce", communicator(), CallSetting())
+
+
+def use_endless_timeouts() -> None:
+    """Longer than the clocks of a transport can tell is as long as they can."""
+    for timeout in (float("inf"), 1e15, timedelta.max):
+        for async_op in (False, True):
+            options = {"timeout": timeout, "async_op": async_op}
+            for kind in ("allreduce", "allgather", "barrier"):
+                perform(kind, communicator(), CallSetting(options=options))
+        work = communicator().barrier(async_op=True)
+        assert work is not None
+        assert work.wait(timeout)

@@ -38,9 +38,8 @@ from bagua.errors import (
     PeerLostError,
 )
 from bagua.testing.ranks import Outcome, RankPool
-from tests.contract import arguments, asynchronous, disagreements, failures, messages, records, results
-from tests.contract.exercises import CallSetting
-from tests.contract.reference import assert_same
+from tests.contract import asynchronous, failures, records, results
+from tests.contract.exercises import CallSetting, assert_same
 
 __all__ = ["TransportContract"]
 
@@ -171,13 +170,13 @@ class TransportContract:
 
     # What a collective refuses.
 
-    test_reductions_without_a_meaning = _on_every_size(arguments.try_meaningless_reductions)
-    test_tensors_that_cannot_be_communicated = _on_every_size(arguments.try_wrong_tensors)
-    test_ranks_that_do_not_exist = _on_every_size(arguments.try_wrong_ranks)
-    test_tensors_that_do_not_fit_together = _on_every_size(arguments.try_wrong_sizes)
-    test_a_root_that_was_refused_calls_again = _on_most_ranks(arguments.refuse_the_root)
-    test_timeouts_that_are_none = _on_every_size(arguments.try_wrong_timeouts)
-    test_timeouts_without_end = _on_every_size(arguments.use_endless_timeouts)
+    test_reductions_without_a_meaning = _on_every_size(results.try_meaningless_reductions)
+    test_tensors_that_cannot_be_communicated = _on_every_size(results.try_wrong_tensors)
+    test_ranks_that_do_not_exist = _on_every_size(results.try_wrong_ranks)
+    test_tensors_that_do_not_fit_together = _on_every_size(results.try_wrong_sizes)
+    test_a_root_that_was_refused_calls_again = _on_most_ranks(results.refuse_the_root)
+    test_timeouts_that_are_none = _on_every_size(results.try_wrong_timeouts)
+    test_timeouts_without_end = _on_every_size(results.use_endless_timeouts)
 
     # What ``async_op=True`` gives.
 
@@ -295,10 +294,10 @@ class TransportContract:
 
     # What a transport that compares calls sees.
 
-    @pytest.mark.parametrize("disagreement", disagreements.DISAGREEMENTS)
+    @pytest.mark.parametrize("disagreement", failures.DISAGREEMENTS)
     def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
         self.need("can_lose_ranks", "compares_calls")
-        found = pool.run(disagreements.disagree, disagreement, size=self.size)
+        found = pool.run(failures.disagree, disagreement, size=self.size)
         for rank, (error, others) in enumerate(found):
             assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
             expected, seen = str(error.expected), str(error.seen)
@@ -312,8 +311,8 @@ class TransportContract:
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
         self.need("can_lose_ranks", "compares_calls", *["compares_messages"] * (way in ("message", "message_type")))
         seen_at_once = way != "message_against_collective"
-        deadline_s = disagreements.CALM_S if seen_at_once else self.deadline_s
-        errors = pool.run(disagreements.disagree_in_pairs, way, deadline_s, size=self.size)
+        deadline_s = failures.CALM_S if seen_at_once else self.deadline_s
+        errors = pool.run(failures.disagree_in_pairs, way, deadline_s, size=self.size)
         receives, sends = errors[0], errors[failures.CULPRIT]
         kind = CollectiveMismatchError if seen_at_once else CommunicationError
         for error in (receives, sends):
@@ -341,25 +340,25 @@ class TransportContract:
     # What ``recv_any`` receives, and in which order.
 
     def test_a_message_from_any_rank(self, pool: RankPool) -> None:
-        _on_every_size(messages.receive_from_all if self.receives_from_any else messages.be_refused)(self, pool)
+        _on_every_size(asynchronous.receive_from_all if self.receives_from_any else asynchronous.be_refused)(self, pool)
 
     test_messages_from_any_rank_of_every_kind = _on_most_ranks(
-        messages.receive_every_kind, "can_lose_ranks", "receives_from_any"
+        asynchronous.receive_every_kind, "can_lose_ranks", "receives_from_any"
     )
     test_the_receive_that_was_started_first_gets_the_message = _on_most_ranks(
-        messages.receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
+        asynchronous.receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
     )
 
     test_ranks_that_closed_are_not_missed = _on_most_ranks(
-        messages.outlive_those_who_closed, "receives_from_any", "can_lose_ranks", "matches_in_order"
+        asynchronous.outlive_those_who_closed, "receives_from_any", "can_lose_ranks", "matches_in_order"
     )
     test_a_broken_communicator_ends_the_wait_for_any_rank = _on_most_ranks(
-        messages.receive_from_a_broken_communicator, "receives_from_any", "can_lose_ranks", "matches_in_order"
+        asynchronous.receive_from_a_broken_communicator, "receives_from_any", "can_lose_ranks", "matches_in_order"
     )
 
     def test_nobody_sends(self, pool: RankPool) -> None:
         self.need("receives_from_any", "can_lose_ranks")
-        found = pool.run(messages.wait_for_nobody, self.deadline_s, size=self.size)
+        found = pool.run(asynchronous.wait_for_nobody, self.deadline_s, size=self.size)
         error, seconds = found[0]
         assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
         assert seconds < self.deadline_s + failures.GRACE_S, f"it took {seconds:.1f} s"

@@ -1,36 +1,45 @@
-"""Islands that train through a bucket: the weights of islands with a network, requests, and what stays behind."""
+"""Islands that train through a bucket: their weights, requests, what stays behind; one that stops at any request."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import re
+import threading
+import time
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm
-from bagua.comm import Fetch, PhaseDeadline, PieceShelf, ask_now, get_default_group, serve_store_at
-from bagua.errors import TooFewMembersError
+from bagua.comm import Cells, Fetch, PhaseDeadline, PieceShelf, ask_now, get_default_group, serve_store_at
+from bagua.errors import LeftOutError, StoreLostError, TooFewMembersError
 from bagua.membership import Islands, join_islands
+from bagua.membership.counterparts import Closing
+from bagua.membership.epochs import Epoch
 from bagua.membership.state import Deadlines
 from bagua.parallel import with_bagua
 from tests.harness import until
-from tests.membership.buckets import names, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.servers import is_counted, names, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import (
     PERIOD,
     QUICK,
     RANKS,
+    Outer,
+    _judge,
+    batch,
     check_newcomer,
     check_rows,
     new_store,
     run,
     run_islands,
+    run_numbered,
     run_with_newcomer,
     train,
     wrapped,
 )
 
-pytestmark = needs_obstore
 FORMS = {
     "plain": {},
     "codec": {"codec": "int4", "error_feedback": True},
@@ -86,6 +95,7 @@ def all_weights(size, open_store, backend, options):
     return dict(ends)
 
 
+@needs_obstore
 @pytest.mark.threads
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "streaming"])
@@ -97,6 +107,7 @@ def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_p
     assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
 
 
+@needs_obstore
 @pytest.mark.gloo
 @pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "streaming"), (3, "streaming"), (5, "streaming")])
 def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, form):
@@ -115,6 +126,7 @@ def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, f
     assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
 
 
+@needs_obstore
 @pytest.mark.threads
 @needs_moto
 def test_islands_train_through_s3_and_count_their_requests():
@@ -133,6 +145,7 @@ def test_islands_train_through_s3_and_count_their_requests():
         assert all(requests > 20 for _, requests in ends)
 
 
+@needs_obstore
 @pytest.mark.threads
 def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
     store = opened(f"file://{tmp_path}/run")
@@ -147,6 +160,7 @@ def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
     assert many < few + 100
 
 
+@needs_obstore
 @pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ["diloco", "slowmo"])
 def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algorithm):
@@ -158,6 +172,7 @@ def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algori
     assert not [name for name in left if name.startswith("objects/state-")]
 
 
+@needs_obstore
 def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr("bagua.comm.pieces.server.PIECE_BYTES", 100)
     monkeypatch.setattr("bagua.comm.pieces.fetching.PIECE_BYTES", 100)
@@ -178,6 +193,7 @@ def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch
     assert set(failures.failures.values()) == {"it offers that no longer"}
 
 
+@needs_obstore
 @pytest.mark.threads
 def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
     quick = Deadlines(beat_s=0.02, silence_s=0.5, suspect_s=0.5, meet_s=5.0, poll_s=0.01)
@@ -200,6 +216,7 @@ def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
     assert "bagua islands clean file:///run" in error.advice
 
 
+@needs_obstore
 @pytest.mark.threads
 def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
     def alone():
@@ -212,6 +229,7 @@ def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
     assert "that reach the same file:///run" in str(error)
 
 
+@needs_obstore
 @pytest.mark.threads
 def test_islands_of_several_ranks_train_through_a_bucket(tmp_path):
     def job(number):
@@ -221,3 +239,173 @@ def test_islands_of_several_ranks_train_through_a_bucket(tmp_path):
 
     rows = [row for ends in run_islands(2, job) for row in ends]
     assert check_rows("diloco", rows, ranks=RANKS) == [(0, 1)] * 2
+
+
+SIZE, STEPS = 3, 3 * PERIOD
+
+
+class Silence:
+    """Stops one island, with all of its threads, at one of its requests in the second period, until others have ended.
+
+    Args:
+        at: number of the request; -1 for none.
+        moment: "before" or "after" it.
+    """
+
+    def __init__(self, at: int, moment: str) -> None:
+        self.at, self.moment = at, moment
+        self.others_ended = threading.Event()
+        self.silent: set[int] = set()
+        self.count = 0
+        self._islands: Islands | None = None
+        self._thread = 0
+
+    def arm(self, islands: Islands) -> None:
+        """From now on requests count of the calling thread, and those of its exchanges."""
+        self._islands, self._thread = islands, threading.get_ident()
+
+    def hook(self, kind: str, name: str, moment: str) -> None:
+        if self.silent:
+            assert self.others_ended.wait(60)
+        if self._islands is None or moment != self.moment or not is_counted(name, self._thread):
+            return
+        self.count += 1
+        if self.count - 1 == self.at:
+            self.silent.add(self._islands.seat)
+            assert self.others_ended.wait(60)
+
+
+def trained(islands, rows, before, algorithm="diloco"):
+    """Train, and note what there is after each exchange."""
+    model = wrapped(islands, algorithm)
+    (optimizer,) = model.bagua_optimizers
+    for step in range(model.bagua_step + 1, STEPS + 1):
+        before(step)
+        optimizer.zero_grad()
+        model(batch(islands.seat)).square().sum().backward()
+        optimizer.step()
+        if step % PERIOD == 0:
+            rows.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
+
+
+def run_with(silence, open_store, algorithm="diloco"):
+    """What each island had after its exchanges, and how it ended; the last one is that which is stopped."""
+    rows = [[] for _ in range(SIZE)]
+    left = [SIZE - 1]
+
+    def job(number):
+        has_it = number == SIZE - 1
+        store = open_store()
+        store.bucket.hook = silence.hook if has_it else None
+        options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+            _judge(islands._state.roster, lambda: silence.silent - {islands.seat})
+            arm = lambda step: silence.arm(islands) if has_it and step == PERIOD + 1 else None  # noqa: E731
+            trained(islands, rows[number], arm, algorithm)
+        if not has_it:
+            left[0] -= 1
+            if not left[0]:
+                silence.others_ended.set()
+
+    return rows, run_numbered(SIZE, job)
+
+
+def check(rows, ends, algorithm):
+    """Survivors made all of their steps; nobody has another result for any exchange, and all are what they say."""
+    assert ends[0] is ends[1] is None, ends
+    assert [len(row) for row in rows[:-1]] == [STEPS // PERIOD] * (SIZE - 1)
+    check_rows(algorithm, [row for row in rows if row])
+
+
+@needs_obstore
+@pytest.mark.threads
+def test_an_exchange_has_one_verdict_whoever_asks_for_it(tmp_path):
+    cells = [Cells(opened(f"file://{tmp_path}/run")) for _ in range(2)]
+    one, other = (Closing(cell, seat) for seat, cell in enumerate(cells))
+    epoch = Epoch(3, (0, 1), base=7)
+    assert other.close(epoch, 8, counts=True)
+    assert one.close(epoch, 8, counts=True)
+    assert one.close(epoch, 8, counts=False)
+    assert one.close(epoch, 9, counts=True)
+    assert not other.close(epoch, 10, counts=False)
+    assert not one.close(epoch, 10, counts=True)
+    one.tidy()
+    other.tidy()
+    assert cells[0].read([f"closed/3/{number}" for number in (8, 9, 10)]) == [None, [0, 1], []]
+
+
+@needs_obstore
+@pytest.mark.threads
+def test_a_cell_that_does_not_show_who_came_first_decides_nothing(tmp_path, monkeypatch):
+    store = opened(f"file://{tmp_path}/run")
+    closing, epoch = Closing(Cells(store), 0), Epoch(1, (0,))
+    assert closing.close(epoch, 1, counts=True)
+    monkeypatch.setattr(store.bucket, "get", lambda name: None)
+    with pytest.raises(StoreLostError, match="was there a moment ago, and is not"):
+        closing.close(epoch, 1, counts=False)
+
+
+@needs_obstore
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("moment", "algorithm"), [("before", "diloco"), ("after", "diloco"), ("before", "diloco, beside training")]
+)
+def test_who_sleeps_at_any_request_leaves_the_others_with_one_result(tmp_path, moment, algorithm):
+    def count_of(at):
+        silence = Silence(at, moment)
+        rows, ends = run_with(silence, lambda: opened(f"file://{tmp_path}/{at}"), algorithm)
+        check(rows, ends, algorithm)
+        assert ends[-1] is None or (silence.silent and isinstance(ends[-1], LeftOutError)), ends
+        return len(silence.silent) if at >= 0 else silence.count
+
+    count = min(count_of(-1), 14)
+    assert count > 5
+    assert sum(map(count_of, range(count))) > count / 2
+
+
+@needs_obstore
+@pytest.mark.threads
+def test_a_bucket_that_answers_late_changes_nothing(tmp_path):
+    draw = random.Random(0)
+
+    def late(kind, name, moment):
+        time.sleep(draw.random() / 100)
+
+    def job(number):
+        rows = []
+        store = opened(f"file://{tmp_path}/run", hook=late)
+        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+            trained(islands, rows, lambda step: None)
+        return rows
+
+    assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3
+
+
+@needs_obstore
+@pytest.mark.threads
+def test_a_bucket_out_of_reach_for_a_while_delays_an_exchange(tmp_path):
+    away = threading.Event()
+
+    def job(number):
+        rows = []
+        store = opened(f"file://{tmp_path}/run")
+
+        def hook(kind, name, moment):
+            if away.is_set() and threading.current_thread() is not back:
+                raise DistNetworkError("it cannot be reached")
+
+        store.bucket.hook = hook
+        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
+        with Islands(store, "the store", **options) as islands:
+
+            def leave(step):
+                if step == PERIOD + 1 and number == 0:
+                    away.set()
+                    back.start()
+
+            trained(islands, rows, leave)
+        return rows
+
+    back = threading.Timer(0.3, away.clear)
+    assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3

@@ -22,7 +22,7 @@ from bagua.membership import Islands
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError, this_rank
 from tests.harness import until
-from tests.membership.buckets import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
+from tests.membership.servers import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import PERIOD, QUICK, _judge, check_rows, train, wrapped
 
 pytestmark = needs_obstore

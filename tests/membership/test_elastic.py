@@ -19,7 +19,7 @@ from bagua.algorithms import (
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
-from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
+from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker, promised_by, spread
 from tests.harness import loss_of, mean_gradients, mlp, snapshot, until
 from tests.membership.training import (

@@ -1,4 +1,4 @@
-"""What one process knows of the others, and what it gives to a newcomer."""
+"""What one process knows of the others, and what members give to a newcomer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bagua.comm import Cells
+from bagua.algorithms import Algorithm
+from bagua.comm import Cells, Fetch, PhaseDeadline, decode, encoded_later
 from bagua.comm.store.serving import thread_store
+from bagua.compression import Float16
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
 from bagua.membership import participant
 from bagua.membership.counterparts import Counterparts
@@ -21,6 +23,7 @@ from bagua.membership.island import Island
 from bagua.membership.participant import Participant
 from bagua.membership.state import Deadlines, MemberState, Offer, Roster, SeatRecord, record_name, seat_name
 from bagua.membership.transfer import Donor, Receiver
+from tests.membership.training import PERIOD, among, joined, new_store, train, wrapped
 
 DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
 
@@ -221,3 +224,53 @@ def test_a_store_that_does_not_answer_each_time_costs_no_source() -> None:
     receiver.fetch(look)
     assert receiver.taken() == {"model": 5}
     close(made)
+
+
+def offered_by(islands):
+    """The parts of the state that a member offers, as a newcomer gets them."""
+    source = islands._state.record.offer.source
+    _, contents = Fetch({}, frozenset(), PhaseDeadline(60.0)).run(lambda: [source])
+    return {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
+
+
+@pytest.mark.threads
+def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes_it(monkeypatch):
+    """The copy is held up until the exchange asks for it; if it did not ask, it would be that of the next anchor."""
+    asked = threading.Event()
+
+    def held_up(part):
+        memory, copy = encoded_later(part)
+        late = isinstance(part, dict) and "buckets" in part
+        return memory, (lambda: asked.wait(60) and copy()) if late else copy
+
+    monkeypatch.setattr("bagua.membership.transfer.encoded_later", held_up)
+    with joined(new_store(), 1) as islands:
+        model = wrapped(islands, "diloco")
+        train(islands, model, PERIOD)
+        anchor = model.bagua_state_dict()["parameters"]["weight"]["anchor"]
+        weights, donor = model.weight.detach().clone(), islands._counterparts.donor
+        islands._counterparts.donor.offer([1, 1])
+        settle = donor.settle
+        donor.settle = lambda: (asked.set(), settle())
+        train(islands, model, 2 * PERIOD)
+        asked.set()
+        given = offered_by(islands)
+        assert not torch.equal(model.bagua_state_dict()["parameters"]["weight"]["anchor"], anchor)
+    assert torch.equal(given["engine"]["parameters"]["weight"]["anchor"], anchor)
+    assert torch.equal(given["tensors"]["weight"], weights)
+
+
+@pytest.mark.threads
+def test_what_the_codec_of_one_island_has_lost_stays_there():
+    algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
+
+    def island(islands):
+        model = wrapped(islands, algorithm)
+        train(islands, model, PERIOD)
+        assert model.bagua_state_dict()["rank0"]["parameters"]["weight"]["residual"].any()
+        islands._counterparts.donor.offer([1, 1])
+        return offered_by(islands)["engine"]
+
+    for engine in among(2, island):
+        assert engine["rank0"] == {"parameters": {}, "others": [], "flights": []}
+        assert set(engine["parameters"]["weight"]) == {"anchor", "outer.momentum_buffer"}

@@ -1,21 +1,24 @@
-"""``metrics()`` on ranks that train: names, sums, and who is late."""
+"""``metrics()`` on ranks that train, in a file, and in the loggers of others."""
 
 from __future__ import annotations
 
+import csv
 import gc
 import math
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bagua.comm
 import bagua.torch_api as bagua_api
+from bagua.integrations import transformers
+from bagua.observe import CsvWriter
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.torch_api.algorithms import gradient_allreduce
 from tests.membership import training as islands_of_threads
-
-pytestmark = pytest.mark.threads
 
 ALWAYS = {
     *("comm/calls", "comm/bytes_sent", "comm/time", "comm/time_waiting", "comm/time_exposed", "comm/time_hidden"),
@@ -72,6 +75,7 @@ def test_the_rank_that_comes_last_is_named_by_those_that_wait(thread_ranks, late
 SAID = Reading(10.0, {}, 0.0)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(
     ("mine", "others", "straggler"),
     [
@@ -119,6 +123,7 @@ def test_what_is_measured_on_a_model_ends_with_it(thread_ranks, end):
     assert thread_ranks(2, measured) == [[7.0, 2.0]] * 2
 
 
+@pytest.mark.threads
 def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
     def island(store) -> dict[str, float]:
         bagua.comm.init_process_group(
@@ -140,3 +145,91 @@ def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
     assert all(end[1]["comm/bytes_between_islands"] > end[0]["comm/bytes_between_islands"] > 0 for end in ends)
     names = ("comm/epoch_members", "comm/contributed")
     assert [[tuple(found[name] for name in names) for found in end] for end in ends] == [[(3, 3), (2, 2)]] * 2
+
+
+VALUES = {"comm/overlap": 0.5, "comm/wait_on_rank/3": 1.25}
+
+
+def test_csv_goes_on_where_it_ended(tmp_path):
+    path = tmp_path / "metrics.csv"
+    for step in (1, 2):
+        writer = CsvWriter(path)
+        writer.write(step, VALUES)
+        writer.close()
+        writer.close()
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
+        (step, name, value) for step in ("1", "2") for name, value in VALUES.items()
+    ]
+
+
+@pytest.mark.parametrize("cut", ["", "st", "step,name,value\n1,comm/calls,5\n2,comm/calls,12"])
+@pytest.mark.parametrize("tail_bytes", [4096, 3])
+def test_half_a_row_of_a_process_that_was_killed_is_dropped(tmp_path, monkeypatch, cut, tail_bytes):
+    monkeypatch.setattr(sys.modules[CsvWriter.__module__], "_TAIL_BYTES", tail_bytes)
+    path = tmp_path / "metrics.csv"
+    path.write_text(cut)
+    writer = CsvWriter(path)
+    writer.write(3, {"comm/calls": 7})
+    writer.close()
+    kept = ["1,comm/calls,5"] if "calls" in cut else []
+    assert path.read_text().splitlines() == ["step,name,value", *kept, "3,comm/calls,7"]
+
+
+@pytest.fixture
+def world():
+    bagua.comm.init_process_group()
+    yield
+    bagua.comm.destroy_process_group()
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        assert "comm/overlap" in values
+        self.steps.append(step)
+
+
+@pytest.mark.usefixtures("world")
+def test_lightning_logs_as_often_as_it_does_otherwise():
+    lightning = pytest.importorskip("bagua.integrations.lightning", reason="needs the extra lightning")
+    logger = Logger()
+    strategy = object.__new__(lightning.BaguaStrategy)
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=4, loggers=[logger])
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)
+    for batch in range(24):
+        trainer.global_step = batch // 2  # Gradients are accumulated over two batches.
+        strategy.on_train_batch_start(None, batch)
+    assert logger.steps == [4, 8]
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.callback_handler = SimpleNamespace(callbacks=["reports"])
+        kind = SimpleNamespace(value="MULTI_CPU")
+        self.accelerator = SimpleNamespace(distributed_type=kind, prepare_model=lambda model: model)
+
+    def add_callback(self, callback: object) -> None:
+        self.callback_handler.callbacks.append(callback)
+
+    def create_accelerator_and_postprocess(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+@pytest.mark.usefixtures("world")
+def test_what_a_trainer_reports_has_the_metrics_before_anybody_reports_it(monkeypatch):
+    module = SimpleNamespace(Trainer=Trainer, TrainerCallback=object)
+    monkeypatch.setattr(transformers, "_module_of_transformers", lambda: module)
+    trainer = Trainer()
+    transformers.attach(trainer, "bytegrad")
+    first, second, _ = trainer.callback_handler.callbacks
+    assert second == "reports"
+    logs = {"loss": 0.5}
+    first.on_log(None, None, None, logs=logs)
+    assert "comm/overlap" in logs
+    evaluated = {"eval_loss": 0.5}
+    first.on_log(None, None, None, logs=evaluated)
+    assert evaluated == {"eval_loss": 0.5}

@@ -15,7 +15,7 @@ from bagua.engine.autotune import Sweep, settings_of
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.torch_api import bagua_init
-from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
+from tests.algorithms.test_toys import LocalSgd, Rounded, WarmsUp
 from tests.harness import (
     OptimizerMaker,
     adam,

@@ -28,8 +28,7 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.test_gradients import branch_loss
-from tests.parallel.wrapping import Branches, Loop, assert_trained, of_this_rank, on_ranks
+from tests.parallel.wrapping import Branches, Loop, assert_trained, branch_loss, of_this_rank, on_ranks
 
 
 def test_it_takes_every_argument_of_torch_in_the_same_order():

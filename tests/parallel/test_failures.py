@@ -1,19 +1,44 @@
-"""Errors: in a user's hook, in the exchange, on another rank. They reach the training loop; nothing hangs."""
+"""Errors: in a hook, a backward pass, the exchange, on another rank; ranks that are long in coming. Nothing hangs."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import bagua.comm
 from bagua import testing
-from bagua.algorithms import Mean
-from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
-from tests.harness import State, assert_same_on_all_ranks
-from tests.parallel.wrapping import WRAPS, Loop, Twice, on_ranks
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    DiLoCoAlgorithm,
+    Every,
+    Exchange,
+    LocalUpdates,
+    Mean,
+    Model,
+    Replace,
+    Weights,
+    registry,
+)
+from bagua.comm import long_wait
+from bagua.comm.long_wait import LongWait
+from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
+from bagua.parallel import with_bagua
+from tests.algorithms.test_toys import WarmsUp
+from tests.contract.algorithms import optimizer_maker
+from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot
+from tests.parallel.decentralized_simulation import train as train_decentralized
+from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
+from tests.parallel.wrapping import WRAPS, Loop, Recomputed, Twice, Wrap, on_ranks
 
 
 class CodecError(Exception):
@@ -146,3 +171,320 @@ def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
         return "refused"
 
     assert testing.ThreadRanks(2).run(train) == ["refused", "rested"]
+
+
+#: One bucket: nothing is exchanged before the last gradient is there.
+ONE_BUCKET_BYTES = 10**9
+FAILS_IN = 2
+
+
+@contextmanager
+def failing(place: nn.Module | torch.Tensor, error: type[BaseException] = MemoryError) -> Iterator[None]:
+    """A backward pass in this block ends where the gradient of ``place`` is there."""
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise error("out of memory, as it were")
+
+    handle = (place.weight if isinstance(place, nn.Module) else place).register_hook(fails)
+    with pytest.raises(error):
+        yield
+    handle.remove()
+
+
+def check_all_are_told(
+    rank: int,
+    train: Callable[[int], object],
+    backward: Callable[[], object],
+    place: Callable[[], nn.Module | torch.Tensor],
+    steps: int = FAILS_IN,
+    error: type[BaseException] = MemoryError,
+) -> None:
+    """After some steps, the backward pass of rank 0 fails at ``place``: each rank hears of it in its next steps."""
+    if rank != 0:
+        with pytest.raises(PeerLostError, match="lost rank 0: it gave up: a backward pass failed before its") as caught:
+            train(steps + 4)
+        assert caught.value.peers == (0,)
+        return
+    train(steps)
+    with failing(place(), error):
+        backward()
+    for _ in range(2):
+        with pytest.raises(CommunicatorClosedError, match="a backward pass failed before its end") as refused:
+            train(1)
+        assert "Wrap it anew on all ranks" in str(refused.value)
+
+
+def one_bucket(wrap: Wrap | str = "with_bagua", **options: Any) -> Loop:
+    return Loop(wrap, bucket_bytes=ONE_BUCKET_BYTES, **options)
+
+
+def with_algorithm(algorithm: Algorithm) -> Loop:
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> nn.Module:
+        return with_bagua(model, [optimizer], algorithm, **options)
+
+    return one_bucket(wrap, make_optimizer=optimizer_maker(algorithm))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("step", [0, FAILS_IN])
+@pytest.mark.parametrize("place", ["first gradient", "last gradient", "output"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@on_ranks(3)
+def test_the_engine_stops_on_all_ranks(wrap, step, place, error):
+    loop, outputs = one_bucket(wrap), []
+
+    def fails_at() -> nn.Module | torch.Tensor:
+        outputs.append(loop.wrapped(torch.ones(1, 8)))
+        return {"first gradient": loop.model[4], "last gradient": loop.model[0], "output": outputs[0]}[place]
+
+    check_all_are_told(loop.rank, loop.train, lambda: outputs[0].sum().backward(), fails_at, step, error)
+
+
+TOGETHER = {name: registry.get(name)() for name in registry if not issubclass(registry.get(name), LocalUpdates)}
+OWN_PACE = TOGETHER.pop("async")
+TOGETHER["the warm-up of async"] = AsyncModelAverageAlgorithm(warmup_steps=10)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@on_ranks(2)
+def test_with_every_algorithm_whose_ranks_step_together(name):
+    loop = with_algorithm(TOGETHER[name])
+    check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model[0])
+
+
+@on_ranks(2)
+def test_where_ranks_step_at_their_own_pace_nobody_needs_to_know():
+    loop = with_algorithm(OWN_PACE)
+    loop.train(FAILS_IN)
+    if loop.rank == 0:
+        with failing(loop.model[0]):
+            loop.backward()
+    loop.train(2)
+    loop.model.bagua_algorithm.abort(loop.model)
+
+
+@pytest.mark.parametrize("topology", ["complete", "ring", "one-peer-exp"])
+@on_ranks(4)
+def test_with_neighbours(topology):
+    rank, model = bagua.comm.get_rank(), wrap_decentralized(topology=topology)
+    check_all_are_told(
+        rank,
+        lambda steps: train_decentralized(model, range(steps)),
+        lambda: loss_of(model, rank, FAILS_IN).backward(),
+        lambda: model.module[0],
+    )
+
+
+@on_ranks(2)
+def test_the_second_backward_pass_of_one_graph():
+    """Each of them is a step."""
+    loop = one_bucket()
+    loss = loop.loss()
+    loss.backward(retain_graph=True)
+    check_all_are_told(loop.rank, lambda steps: steps and loop.train(steps), loss.backward, lambda: loop.model[0], 0)
+
+
+@on_ranks(2)
+def test_inside_a_reentrant_checkpoint():
+    loop = one_bucket(make=Recomputed)
+    check_all_are_told(loop.rank, loop.train, loop.backward, lambda: loop.model.inner[2], 1)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@on_ranks(2, assert_same_on_all_ranks)
+def test_one_that_only_accumulates_may_fail(wrap) -> State:
+    """Nobody waits for it. What it left in the gradients is the user's, as without bagua."""
+    loop = one_bucket(wrap)
+    loop.train(2)
+    if loop.rank == 0:
+        with loop.wrapped.no_sync(), failing(loop.model[0]):
+            loop.backward()
+    return loop.train(2)
+
+
+def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
+    def train(fails: bool) -> State:
+        model = wrap_decentralized()
+        train_decentralized(model, range(2))
+        if fails:
+            with failing(model.module[0]):
+                loss_of(model, 0, 2).backward()
+            model.zero_grad()
+        train_decentralized(model, range(2, 4))
+        return snapshot(model)
+
+    assert_same_on_all_ranks([thread_ranks(1, train, fails)[0] for fails in (True, False)])
+
+
+@pytest.mark.parametrize("ends", ["bagua_finish", "with_bagua"])
+@on_ranks(2)
+def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(ends):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
+    loop.train(3)
+    wrapped = loop.wrapped
+    courses = wrapped._bagua_engine.reducer.scheduler.courses
+    under_way = [flight for course in courses for flight in course.flights]
+    assert under_way
+    for flight in under_way:
+        flight.wait = interrupted
+    bagua.comm.barrier()  # Who gives up ends the calls of others, too.
+    with pytest.raises(KeyboardInterrupt):
+        wrapped.bagua_finish() if ends == "bagua_finish" else wrapped.with_bagua(loop.optimizer)
+    with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
+        wrapped.bagua_finish()
+
+
+@dataclass(frozen=True)
+class _Slower(Algorithm):
+    """The mean of all weights in each step, and after two steps in every second one: in the same buckets."""
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        return 1, 2
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        return 1 if step < FAILS_IN else 2
+
+    def exchanges(self, phase: Hashable = 1) -> tuple[Exchange, ...]:
+        return (Exchange(Weights(), Every(int(str(phase))), Mean(), Replace()),)
+
+
+@pytest.mark.parametrize("algorithm", [WarmsUp(FAILS_IN), _Slower()])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@on_ranks(2)
+def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(algorithm, error):
+    """The others are in the next phase already: nothing that this rank did later would fit."""
+
+    def interrupted() -> None:
+        raise error("in the middle")
+
+    loop = with_algorithm(algorithm)
+    loop.train(FAILS_IN)
+    if loop.rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            loop.train(2 * FAILS_IN)
+        assert caught.value.peers == (1,)
+        return
+    loop.model._bagua_engine.reducer.scheduler.flush = interrupted
+    with pytest.raises(error):
+        loop.train()
+    with pytest.raises(CommunicatorClosedError, match="in the middle"):
+        loop.train()
+
+
+def test_warnings_come_at_growing_intervals():
+    now = 0.0
+    wait, times = LongWait(lambda: now), []
+    for second in range(500):
+        now = float(second)
+        if wait.is_over():
+            times.append(second)
+    assert times == [30, 60, 120, 240, 480]
+
+
+class Heard(logging.Handler):
+    """Keeps messages, and wakes who waits for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self.told = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if "has waited" in self.messages[-1]:
+            self.told.set()
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    monkeypatch.setattr(long_wait, "FIRST_WARNING_S", 0.02)
+    handler = Heard()
+    logging.getLogger("bagua").addHandler(handler)
+    yield handler
+    logging.getLogger("bagua").removeHandler(handler)
+
+
+def test_who_waits_in_a_step_says_for_whom_where_and_where_the_other_is(thread_ranks, heard):
+    def train() -> None:
+        loop = Loop("with_bagua", bucket_bytes=600)
+        for step in range(3):
+            if (loop.rank, step) == (1, 2):
+                heard.messages.clear()
+                heard.told.clear()
+                assert heard.told.wait(60)
+            loop.train()
+
+    thread_ranks(2, train)
+    told = next(message for message in heard.messages if "has waited" in message)
+    assert told.startswith("rank 0 has waited 0 s for rank 1 in step 2, bucket 0 (")
+    assert "4.bias" in told
+    assert "; rank 1 was last in #" in told
+
+
+def test_who_waits_for_others_to_start_names_them(heard):
+    store = bagua.comm.thread_store()
+
+    def start(rank: int) -> None:
+        if rank == 1:
+            assert heard.told.wait(60)
+        bagua.comm.init_process_group(backend="threads", store=store, rank=rank, world_size=2)
+        bagua.comm.destroy_process_group()
+
+    threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert any(message.startswith("rank 0 has waited 0 s for rank 1 to come to") for message in heard.messages)
+
+
+def _wait_on_a_process() -> list[str]:
+    """What rank 0 says while rank 1 has yet to come."""
+    long_wait.FIRST_WARNING_S = 0.2
+    handler = Heard()
+    logging.getLogger("bagua").addHandler(handler)
+    communicator = bagua.comm.get_default_group().global_communicator
+    try:
+        communicator.allreduce(torch.ones(2))
+        if communicator.rank == 1:
+            communicator.store.wait(["told"])
+        else:
+            threading.Thread(target=_pass_on, args=(handler, communicator.store.clone()), daemon=True).start()
+        communicator.allreduce(torch.ones(3))
+    finally:
+        logging.getLogger("bagua").removeHandler(handler)
+        long_wait.FIRST_WARNING_S = 30.0
+    return handler.messages
+
+
+def _pass_on(handler: Heard, store: torch.distributed.Store) -> None:
+    handler.told.wait(30)
+    store.set("told", "1")
+
+
+def test_processes_say_it_too(ranks, rank_pool):
+    (message, *_), _ = ranks(2, _wait_on_a_process)
+    assert message.startswith("rank 0 has waited 0 s for rank 1 in ")
+    if rank_pool.backend in ("shm", "threads"):
+        assert "(3 x float32, sum), on world; rank 1 was last in #" in message
+        assert "(2 x float32, sum)" in message
+
+
+def test_errors_name_step_bucket_and_parameters_before_calls(thread_ranks):
+    def train() -> tuple[str, str]:
+        loop = Loop("with_bagua", bucket_bytes=10**6)
+        loop.train(3)
+        if loop.rank == 1:
+            bagua.comm.destroy_process_group()
+            return "", ""
+        with pytest.raises((PeerLostError, CollectiveTimeoutError)) as caught:
+            loss_of(loop.wrapped, loop.rank, 3).backward()
+        return caught.value.activity, str(caught.value)
+
+    activity, text = thread_ranks(2, train)[0]
+    assert activity == "step 3, bucket 0 (4.bias to 0.weight)"
+    assert f"(in {activity}, in #" in text

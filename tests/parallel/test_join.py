@@ -12,7 +12,7 @@ from bagua.algorithms import Algorithm
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, with_bagua
 from tests.algorithms.replicas import Anchored
-from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
+from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import adam, assert_same_on_all_ranks, loss_of, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks

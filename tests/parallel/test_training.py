@@ -18,6 +18,7 @@ from tests.harness import (
     OptimizerMaker,
     State,
     adam,
+    assert_close,
     assert_same_on_all_ranks,
     batch,
     loss_of,
@@ -27,8 +28,7 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.test_gradients import branch_loss
-from tests.parallel.wrapping import WRAPS, Branches, Loop, of_this_rank
+from tests.parallel.wrapping import WRAPS, Branches, Loop, branch_loss, frozen, of_this_rank
 
 STEPS = 4
 
@@ -83,13 +83,6 @@ def tied() -> nn.Module:
     with seeded():
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
     model[1].weight = model[0].weight
-    return model
-
-
-def frozen() -> nn.Module:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    model[2].requires_grad_(False)
     return model
 
 
@@ -404,3 +397,44 @@ def test_anomaly_detection(thread_ranks):
     with torch.autograd.set_detect_anomaly(True):  # Of the process, so not in the ranks that are its threads.
         assert_same_on_all_ranks(thread_ranks(2, lambda: Loop().train(2)))
     assert not torch.is_anomaly_enabled()
+
+
+BOTH = {"sgd": sgd, "adam": adam}
+NUMBERS = range(20)
+
+
+def _train_both_every_way() -> dict[str, tuple[State, State]]:
+    """By optimizer and options: the states that bagua and torch DDP end with."""
+    results = {}
+    for name, make in BOTH.items():
+        theirs = Loop(lambda model, _: torch.nn.parallel.DistributedDataParallel(model), mlp, make).train(len(NUMBERS))
+        for options in ({}, {"delay_reduce": True}, {"fusion": False}):
+            ours = Loop("bagua_init", of_this_rank, make, **options).train(len(NUMBERS))
+            results[f"{name} {options}"] = ours, theirs
+    return results
+
+
+@pytest.mark.parametrize(
+    "pool", [pytest.param("process_pool", marks=pytest.mark.gloo), pytest.param("shm_pool", marks=pytest.mark.shm)]
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_agree_bitwise_and_equal_torch_ddp(request, pool, size):
+    results = request.getfixturevalue(pool).run(_train_both_every_way, size=size)
+    assert len(results[0]) == 6
+    for way in results[0]:
+        assert_same_on_all_ranks([result[way][0] for result in results])
+        for result in results:
+            assert_close(*result[way])
+
+
+# Hierarchical exchange: inside hosts, between their leaders, inside hosts.
+
+
+def _leads(intra_comm_root_rank: int) -> bool:
+    loop = Loop(hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank)
+    return bool(loop.reducer.group.inter_node_communicator)
+
+
+def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):
+    assert thread_ranks(4, _leads, 0, hosts=[2, 2]) == [True, False, True, False]
+    assert thread_ranks(4, _leads, 1, hosts=[2, 2]) == [False, True, False, True]

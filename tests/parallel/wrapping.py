@@ -183,3 +183,14 @@ def on_ranks(size: int | str, check: Callable[[list[Any]], object] | None = None
         return run
 
     return decorate
+
+
+def branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    return loss_of(lambda inputs: model(inputs, "left" if rank == 0 else "right"), rank, step)
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    return model

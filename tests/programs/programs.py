@@ -19,8 +19,7 @@ import torch
 
 import bagua.comm
 from bagua.comm.objects import as_bytes
-from tests.contract.exercises import CallSetting, Exercise, as_it_is
-from tests.contract.reference import COPIED, LEGAL, REDUCED, assert_same
+from tests.contract.exercises import COPIED, LEGAL, REDUCED, CallSetting, Exercise, as_it_is, assert_same
 from tests.contract.results import (
     as_leaf,
     conjugated,
@@ -31,7 +30,7 @@ from tests.contract.results import (
     with_offset,
 )
 from tests.programs import mirror, native
-from tests.programs.places import Description, Place, places_of_bagua, places_of_torch
+from tests.programs.native import Description, Place, places_of_bagua, places_of_torch
 
 T = TypeVar("T")
 Choose = Callable[[str, Sequence[T]], T]

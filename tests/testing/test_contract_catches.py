@@ -10,7 +10,7 @@ from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
 from tests.contract import asynchronous, failures
 from tests.contract.transports import TransportContract
-from tests.programs.mirror_mutants import MIRROR_MUTANTS
+from tests.programs.mirror import MIRROR_MUTANTS
 from tests.programs.mutants import MUTANTS, Spoiled, patched, skips, spoils, starts
 
 pytestmark = pytest.mark.threads

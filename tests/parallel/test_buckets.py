@@ -1,8 +1,9 @@
-"""What is remembered of buckets survives any change of their layout."""
+"""Buckets: how members are dealt into them, which cannot be made, and what is remembered when their layout changes."""
 
 from __future__ import annotations
 
 import doctest
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,267 @@ from torch import nn
 
 import bagua.comm
 import bagua.torch_api
-from bagua.algorithms import Algorithm
-from bagua.buckets import Bucket
+from bagua.algorithms import (
+    Algorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+    Model,
+)
+from bagua.buckets import Bucket, form_buckets, padded_numel
 from bagua.comm import RankKilled, solo_group
-from bagua.engine.schedule.courses import memory_for
+from bagua.engine.formation import Formation
+from bagua.engine.options import EngineOptions
+from bagua.engine.schedule.courses import Clock, Course, memory_for
+from bagua.engine.schedule.phases import Phases
+from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state.saving import collect, restore
-from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
 from bagua.testing import ThreadRanks
-from tests.architecture.source_tree import REPOSITORY
-from tests.harness import mlp, sgd
+from tests.architecture.rules import REPOSITORY
+from tests.harness import mlp, seeded, sgd
 from tests.parallel.wrapping import Loop, on_ranks
+
+members = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=40)
+
+
+@given(members, st.integers(1, 120))
+def test_every_member_is_in_exactly_one_bucket_of_its_kind(sized, bucket_bytes):
+    positions = range(len(sized))
+    buckets = _form(sized, bucket_bytes)
+    assert sorted(itertools.chain(*buckets)) == list(positions)
+    assert all(len({sized[position][0] for position in bucket}) == 1 for bucket in buckets)
+    assert all(bucket == sorted(bucket) for bucket in buckets)
+
+
+@given(members, st.integers(1, 120))
+def test_only_the_last_bucket_of_a_kind_is_small_and_none_is_needlessly_large(sized, bucket_bytes):
+    last_of_kind = {sized[bucket[0]][0]: bucket for bucket in _form(sized, bucket_bytes)}
+    for bucket in _form(sized, bucket_bytes):
+        held = [sized[position][1] for position in bucket]
+        assert sum(held[:-1]) < bucket_bytes, "it was full before its last member"
+        assert sum(held) >= bucket_bytes or bucket == last_of_kind[sized[bucket[0]][0]]
+
+
+@given(members, st.integers(1, 120))
+def test_buckets_come_in_the_order_in_which_they_are_complete(sized, bucket_bytes):
+    lasts = [bucket[-1] for bucket in _form(sized, bucket_bytes)]
+    assert lasts == sorted(lasts)
+
+
+def test_the_first_bucket_may_be_smaller_than_the_others():
+    def form(bucket_bytes: int, first_bytes: int | None) -> list[list[int]]:
+        sizes = [1, 1, 2, 3, 3, 4]
+        return form_buckets(
+            sizes, key=lambda _: 0, nbytes=lambda size: size, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+        )
+
+    assert form(6, 2) == [[1, 1], [2, 3, 3], [4]]
+    assert form(2, 6) == form(2, None) == [[1, 1], [2], [3], [3], [4]]
+
+
+def _form(sized, bucket_bytes):
+    return form_buckets(
+        range(len(sized)),
+        key=lambda position: sized[position][0],
+        nbytes=lambda position: sized[position][1],
+        bucket_bytes=bucket_bytes,
+    )
+
+
+@given(
+    st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([8, 16, 128, 1024]), st.integers(1, 7)
+)
+def test_padding_is_the_smallest_that_splits_into_aligned_shares(numel, itemsize, align_bytes, shares):
+    padded = padded_numel(numel, itemsize, align_bytes, shares)
+    assert padded >= max(numel, 1)
+    assert padded % shares == 0
+    assert padded // shares * itemsize % align_bytes == 0
+    smaller = range(max(numel, 1), padded)
+    assert not any(size % shares == 0 and size // shares * itemsize % align_bytes == 0 for size in smaller)
+
+
+def _bucket(*parameters: nn.Parameter, **options) -> Bucket:
+    names = [f"p{index}" for index in range(len(parameters))]
+    return Bucket(0, names, parameters, solo_group().global_communicator, **options)
+
+
+def _mixed() -> list[nn.Parameter]:
+    """A matrix, a scalar, nothing, ``channels_last``, a transposed one, and one with gaps."""
+    return [
+        nn.Parameter(torch.randn(3, 5)),
+        nn.Parameter(torch.randn(())),
+        nn.Parameter(torch.randn(0, 4)),
+        nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(6, 2).t()),
+        nn.Parameter(torch.randn(8, 8)[:, ::2]),
+    ]
+
+
+def test_fused_weights_keep_values_identity_layout_and_alignment():
+    parameters = _mixed()
+    before = [(parameter.detach().clone(), parameter.stride()) for parameter in parameters]
+    bucket = _bucket(*parameters)
+    bucket.fuse_weights()
+    assert bucket.weights is not None
+    base = bucket.weights.data_ptr()
+    for parameter, (value, _) in zip(bucket.parameters, before, strict=True):
+        assert torch.equal(parameter, value)
+        if parameter.numel():
+            assert (parameter.data_ptr() - base) % 64 == 0
+            assert 0 <= parameter.data_ptr() - base < bucket.weights.nbytes
+    dense = list(zip(parameters, before, strict=True))[:5]
+    assert all(parameter.stride() == stride for parameter, (_, stride) in dense)
+    assert all(held is given for held, given in zip(bucket.parameters, parameters, strict=True))
+    bucket.weights.fill_(7.0)
+    assert all(bool((parameter == 7.0).all()) for parameter in parameters)
+
+
+def test_views_do_not_overlap_and_leave_padding_alone():
+    bucket = _bucket(*_mixed(), align_bytes=256, shares=3)
+    flat = bucket.allocate_gradients()
+    assert flat.numel() == bucket.numel
+    assert flat.numel() % 3 == 0
+    for number, view in enumerate(bucket.gradient_views, start=1):
+        view.fill_(float(number))
+    sizes = [parameter.numel() for parameter in bucket.parameters]
+    for number, size in enumerate(sizes, start=1):
+        assert int((flat == number).sum()) == size
+    assert int((flat == 0).sum()) == flat.numel() - sum(sizes)
+
+
+def test_changing_one_parameter_does_not_invalidate_what_autograd_saved_of_another():
+    first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    _bucket(first, second).fuse_weights()
+    product = (first * first).sum()
+    with torch.no_grad():
+        second.add_(1.0)
+    product.backward()
+    assert torch.equal(first.grad, 2 * first.detach())
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_weights_are_read_and_written_with_and_without_fusion(fusion):
+    parameters = _mixed()
+    before = [parameter.detach().clone() for parameter in parameters]
+    bucket = _bucket(*parameters, fusion=fusion)
+    bucket.fuse_weights()
+    assert (bucket.weights is not None) == fusion
+    flat = bucket.read_weights(bucket.empty())
+    for view, value in zip(bucket.views(flat), before, strict=True):
+        assert torch.equal(view, value)
+    bucket.write_weights(flat.mul_(2.0))
+    for parameter, value in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, 2 * value)
+        assert parameter.requires_grad
+
+
+def test_padding_is_what_belongs_to_no_parameter():
+    parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(20)), nn.Parameter(torch.randn(1))]
+    bucket = _bucket(*parameters)
+    owned = torch.cat([view.flatten() for view in bucket.views(torch.arange(float(bucket.numel)))]).tolist()
+    assert sorted([*owned, *bucket.padding().tolist()]) == list(range(bucket.numel))
+    assert not bucket.empty().any()
+
+
+def layers() -> nn.Sequential:
+    with seeded():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_a_rank_by_itself_makes_what_acts_alone():
+    phases = Phases(1)
+    phases.bind(GradientAllReduceAlgorithm(), Model({}))
+    phases.enter()
+    assert (phases.exchanges, phases.coming) == ((), ())
+
+
+@on_ranks(2)
+def test_buckets_that_cannot_be_made_end_training_on_all_ranks():
+    formation = Formation(mlp(), [], GradientAllReduceAlgorithm(), None, EngineOptions())
+    if bagua.comm.get_rank() == 1:
+
+        def fail(*_: object) -> None:
+            raise MemoryError("no memory for buckets")
+
+        formation.scheduler.execute = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            formation.form([[*range(len(formation.registration.names))]])
+        with pytest.raises(CommunicatorClosedError, match="no memory for buckets"):
+            formation.failure.check()
+    else:
+        with pytest.raises(PeerLostError, match="the making of its buckets"):
+            formation.group.global_communicator.barrier()
+        formation.failure.check()
+
+
+def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, monkeypatch):
+    started: list[tuple[int, int]] = []
+    start = Course.start
+
+    def note(self: Course, clock: Clock) -> None:
+        started.append((bagua.comm.get_rank(), clock.t))
+        start(self, clock)
+
+    monkeypatch.setattr(Course, "start", note)
+
+    def train() -> None:
+        loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=3))
+        for _ in range(2):
+            loop.model(torch.ones(2, 4)).sum().backward()
+            loop.optimizer.step()
+        loss = loop.model(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        loop.optimizer.step()
+
+    thread_ranks(2, train)
+    assert {t for _, t in started} == {3}
+    assert {rank for rank, _ in started} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "begun"),
+    [
+        (LocalSGDAlgorithm(sync_every=4), [0, 3, 4, 7]),
+        (DiLoCoAlgorithm(sync_every=6, overlap=2), [0, 3, 4, 5, 6]),  # Starts in step 3, and is back in step 5.
+        (GradientAllReduceAlgorithm(), [*range(8)]),
+    ],
+)
+def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatch, algorithm, begun):
+    seen: list[tuple[int, int]] = []
+    begin = Scheduler.begin
+
+    def note(self: Scheduler, clock: Clock) -> None:
+        seen.append((bagua.comm.get_rank(), clock.step))
+        begin(self, clock)
+
+    monkeypatch.setattr(Scheduler, "begin", note)
+
+    def train() -> int:
+        loop = Loop("with_bagua", layers, algorithm=algorithm)
+        for _ in range(8):
+            loop.model(torch.ones(2, 4)).sum().backward()
+            loop.optimizer.step()
+        return loop.reducer.step
+
+    assert thread_ranks(2, train) == [8, 8]
+    assert sorted(set(seen)) == [(rank, step) for rank in range(2) for step in begun]
+
+
+@on_ranks(2)
+def test_gradients_may_be_told_of_by_hand_in_a_step_in_which_nothing_is_due():
+    loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=8))
+    loop.model(torch.ones(2, 4)).sum().backward()
+    loop.optimizer.step()
+    for _ in range(3):
+        for parameter in loop.model.parameters():
+            loop.reducer.mark_tensor_ready(parameter)
+        loop.reducer.mark_on_complete()
+    assert loop.reducer.step == 4
+
 
 #: Remembers residuals from the first step on.
 SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)

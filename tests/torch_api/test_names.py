@@ -1,17 +1,24 @@
-"""The documented names exist, with the documented signatures; the import costs little."""
+"""The documented names exist, with their signatures; stubs are true; names of the original say what replaces them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import bagua.torch_api
+from bagua.comm import functional
+from bagua.engine.options import ReducerOptions, SwitchOptions
+from bagua.engine.reducer import Reducer
+from bagua.errors import InvalidReduceOpError
 from bagua.torch_api import DistributedAlgorithm
 
 #: Name, and its arguments with their defaults; what follows them must be keyword-only.
@@ -228,3 +235,85 @@ import bagua.torch_api as bagua
 print(bagua.get_local_rank(), bagua.is_initialized())
 """
     assert _run(code).strip() == "3 False"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+REPLACED = (
+    "get_communicator bagua_patch _get_default_group BaguaCommBackendPy gen_nccl_unique_id "
+    "data_parallel.functional.all_reduce bagua_module_name bagua_build_params bagua_train_step_counter "
+    "parameters_to_ignore bagua_autotune_client bagua_ddp to_bagua_process_group BaguaTensor BaguaBucket "
+    "bagua.torch_api.utils BaguaHyperparameter AutotuneService bagua.torch_api.checkpoint fuse_optimizer "
+    "bagua.distributed.run get_autotune_* get_bagua_service_port find_free_network_port get_default_bucket_size "
+    "get_backend allreduce_inplace allreduce_coalesced_inplace reduce_inplace allgather gather scatter reduce_scatter "
+    "alltoall alltoall_v contrib.LoadBalancingDistributedSampler contrib.CacheLoader "
+    "get_master_addr is_report_metrics_switch_on show_version bagua_sys_perf --bagua_service_port"
+)
+
+
+def test_names_that_something_else_replaces() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("\n## The original Bagua\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")]
+    replacements = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    missing = [
+        name
+        for name in REPLACED.split()
+        if not any(text for known, text in replacements.items() if re.search(rf"(^|\W){re.escape(name)}(\W|$)", known))
+    ]
+    assert missing == []
+
+
+# Collectives work in place; those of Bagua 0.9 with another order are not there.
+
+
+def send_first() -> None:
+    own = torch.ones(1)
+    with pytest.raises(InvalidReduceOpError):
+        bagua.torch_api.allreduce(own, torch.zeros(1))
+    assert own.item() == 1
+
+
+def test_a_second_tensor_is_refused(thread_ranks) -> None:
+    thread_ranks(2, send_first)
+
+
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "scatter"])
+def test_a_name_with_another_order_says_where_it_is(name) -> None:
+    with pytest.raises(AttributeError, match=rf"bagua\.comm\.{name} has it"):
+        getattr(bagua.torch_api, name)
+
+
+def parameters(name: str) -> list[tuple[str, str, bool, bool]]:
+    """Name and type of each parameter, whether it has a default, and whether it needs its name."""
+    return [
+        (one.name, one.annotation, one.default is not one.empty, one.kind is one.KEYWORD_ONLY)
+        for one in inspect.signature(getattr(functional, name)).parameters.values()
+    ]
+
+
+def parameters_told(node: ast.FunctionDef) -> list[tuple[str, str, bool, bool]]:
+    """The same, as the stub has it."""
+    positional, options = node.args.args, node.args.kwonlyargs
+    without = len(positional) - len(node.args.defaults)
+    return [
+        *((one.arg, ast.unparse(one.annotation), number >= without, False) for number, one in enumerate(positional)),
+        *((one.arg, ast.unparse(one.annotation), True, True) for one in options),
+    ]
+
+
+def test_the_stub_has_each_function_with_its_parameters():
+    stub = ast.parse(Path(functional.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    told = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    made = {name for name, value in vars(functional).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert set(told) == made - {"communicator_of", "default_communicator"}
+    assert len(told) == 19
+    for name, node in told.items():
+        assert parameters_told(node) == parameters(name), name
+        assert ast.unparse(node.returns) == inspect.signature(getattr(functional, name)).return_annotation
+
+
+def test_options_of_reducers_are_their_keywords():
+    parameters = inspect.signature(Reducer).parameters
+    known = {name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    # Whoever passes options on names delay_reduce by itself.
+    assert set(ReducerOptions.__annotations__) == (known | {"buckets"}) - {"delay_reduce"}
+    assert set(SwitchOptions.__annotations__) <= set(parameters)

@@ -1,4 +1,4 @@
-"""What listens where, who is reached from another host, and what a token keeps apart."""
+"""Where ranks meet: what listens where, who is let in, and a store whose host is stopped."""
 
 from __future__ import annotations
 
@@ -7,20 +7,40 @@ import contextlib
 import http.server
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
 import bagua.comm
+from bagua.comm import PhaseDeadline, group_of_seats
+from bagua.comm.startup import seats
+from bagua.comm.startup.formation import fresh
+from bagua.comm.store import bounded
+from bagua.comm.store.asking import consult, gather_values
 from bagua.comm.store.beats import Beats, connect_beats
 from bagua.comm.store.etcd import EtcdStore
-from bagua.comm.store.serving import connect_store, serve_store
-from bagua.errors import CollectiveTimeoutError, ConfigurationError, StoreLostError
+from bagua.comm.store.serving import connect_store, serve_store, thread_store
+from bagua.comm.torch_forms import tagged
+from bagua.comm.transports.contract import Membership
+from bagua.comm.transports.failure.finder import FailureFinder
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    PeerLostError,
+    StoreLostError,
+)
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
+from tests.harness import until
+from tests.interpreters import interpreter
 from tests.launching import free_port
 
 PROCESSES = ProcessRanks(2, backend=None)
@@ -204,3 +224,184 @@ def test_a_token_begins_keys_of_etcd(monkeypatch):
         store.close()
     (question,) = server.asked[0]["success"]
     assert base64.b64decode(question["requestRange"]["key"]) == b"bagua/quiet/cell"
+
+
+HOST = """
+import os, sys
+from bagua.comm.store.serving import serve_store
+store, port = serve_store()
+print(port, os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Host:
+    """A process that hosts a store."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        port, pid = map(int, process.stdout.readline().split())
+        self.pid = pid
+        self.store = connect_store(port, 20.0)
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        until(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in self.tasks()))  # One may answer.
+
+    def tasks(self) -> list[Path]:
+        return list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.setattr(bounded, "_LEAST_S", 0.05)
+    process = subprocess.Popen([*interpreter(), "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    found = Host(process)
+    try:
+        yield found
+    finally:
+        found.go_on()
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: gather_values(store, "subject", 1, (0, 1), "here", 0.05),
+        lambda store: consult(store, "subject", 1, 1, (0, 1), "here", sum, 0.05),
+        lambda store: fresh(store, 1, (0, 1), 0.05),
+        lambda store: FailureFinder(Membership(store, 1, (0, 1), (0, 0), 0.05), lambda: None),
+    ],
+    ids=["gather_values", "consult", "fresh", "failure finder"],
+)
+def test_ranks_that_meet_name_the_host_that_is_stopped(host, ask):
+    host.stop()
+    with pytest.raises(CollectiveTimeoutError, match="does not answer rank 1") as caught:
+        ask(host.store)
+    assert caught.value.peers == (0,)
+    assert "stopped" in caught.value.advice
+
+
+@pytest.mark.gloo
+def test_ranks_that_do_not_come_are_named_when_the_host_answers(host):
+    """The questions after the deadline are answered, too: who is missing is one of them."""
+    with pytest.raises(CollectiveTimeoutError, match="1 of 2 ranks did not come") as caught:
+        gather_values(host.store, "subject", 0, (0, 1), "here", 0.0)
+    assert caught.value.peers == (1,)
+
+
+@pytest.mark.gloo
+def test_ranks_go_on_when_the_host_does(host):
+    host.stop()
+    with pytest.raises(CollectiveTimeoutError):
+        gather_values(host.store, "subject", 0, (0,), "here", 0.05)
+    host.go_on()
+    assert gather_values(host.store, "another", 0, (0,), "here", 20.0) == ["here"]
+
+
+@pytest.mark.gloo
+def test_what_a_group_asks_of_its_store_ends(host):
+    group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
+    mail = tagged.mail_of(group.global_communicator)
+    host.stop()
+    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+        group.subgroup([0])
+    with pytest.raises(CollectiveTimeoutError, match="messages with a tag"):
+        mail.find([0], 7)
+    with pytest.raises(CollectiveTimeoutError, match="messages with a tag"):
+        mail.receive(torch.zeros(1), 0, 7).wait()
+    group.close()
+
+
+@pytest.mark.gloo
+def test_a_connection_that_is_first_needed_then_is_not_waited_for(host):
+    group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
+    host.stop()
+    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+        tagged.mail_of(group.global_communicator)
+    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+        group.connect([0], "more", timeout_s=0.05)
+    group.close()
+
+
+LONG_S = 60.0
+
+
+def meet(store, own, look=None):
+    return group_of_seats(store, [3, 5], own, "epoch1", backend="threads", timeout_s=LONG_S, meet_s=LONG_S, look=look)
+
+
+def leave():
+    raise CommunicatorClosedError("it left")
+
+
+def test_who_comes_after_another_has_gone_does_not_wait_for_it():
+    store, looks = thread_store(), iter([None, leave])
+
+    def look():
+        action = next(looks)
+        if action is not None:
+            action()
+
+    with pytest.raises(CommunicatorClosedError, match="it left"):
+        meet(store, 3, look)
+    with pytest.raises(PeerLostError, match="has gone before all were there"):
+        meet(store, 5)
+
+
+def test_who_has_left_does_not_come():
+    store = thread_store()
+    with pytest.raises(CommunicatorClosedError, match="it left"):
+        meet(store, 3, leave)
+    assert not PrefixStore("epoch1", store).check(["here/0"])
+
+
+def test_who_wants_to_go_when_all_have_met_connects_with_them():
+    store = thread_store()
+    members = PrefixStore("epoch1", store)
+    looks = 0
+
+    def look():
+        nonlocal looks
+        looks += 1
+        if looks > 1:  # The other one comes, and sees this one, before this one looks again.
+            members.compare_set("meeting", "", "on")
+            leave()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, store, 3, look)
+        while not members.check(["meeting"]):
+            assert not first.done()
+        groups = [pool.submit(meet, store, 5).result(LONG_S), first.result(LONG_S)]
+    assert [group.rank for group in groups] == [1, 0]
+    for group in groups:
+        group.close()
+
+
+def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeypatch):
+    limits, deadline = [], PhaseDeadline(10.0, 3.0)
+    made = seats.ProcessGroup
+
+    def note(*arguments):
+        limits.append(arguments[5])
+        if len(limits) == 3:
+            raise PeerLostError("it has gone", peers=[5])
+        return made(*arguments)
+
+    monkeypatch.setattr(seats, "ProcessGroup", note)
+
+    def connect(name):
+        arguments = {"backend": "threads", "timeout_s": LONG_S, "meet_s": LONG_S, "connecting": deadline}
+        group_of_seats(thread_store(), [3], 3, name, **arguments).close()
+
+    connect("epoch1")
+    connect("epoch2")
+    with pytest.raises(PeerLostError, match="it has gone"):
+        connect("epoch3")
+    connect("epoch4")
+    assert limits == [10.0, 3.0, 3.0, 10.0]

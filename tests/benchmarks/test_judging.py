@@ -1,0 +1,290 @@
+"""Benchmarks tell what is slower, what they cannot tell, whose loss is worse, and what was predicted wrongly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
+from bagua.cli.lab.network import LabUnavailableError
+from bagua.link import parse_link
+from benchmarks import convergence, paired, prediction
+from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines, with_recipe
+from benchmarks.grounds import Ground, Grounds
+from benchmarks.lab_calls import lab_cluster
+from benchmarks.network.contenders import find_maker
+from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
+from benchmarks.prediction import (
+    CONTENDERS,
+    GRID,
+    Cell,
+    add_to,
+    main,
+    make_parser,
+    pieces,
+    plain_step_s,
+    summary,
+    tables,
+)
+
+
+def noisy_rounds(factor: float, rounds: int = 40) -> Rounds:
+    """Times whose level wanders threefold from round to round, as on a shared machine."""
+    generator = random.Random(1)
+    levels = [1e-3 * 3 ** generator.random() for _ in range(rounds)]
+    a, b, again = ([level * generator.uniform(0.97, 1.03) for level in levels] for _ in range(3))
+    return Rounds(a, [factor * seconds for seconds in b], again)
+
+
+def test_a_ratio_is_found_below_noise_that_both_share():
+    comparison = compare("", noisy_rounds(1.2))
+    assert comparison.result.median == pytest.approx(1.2, abs=0.02)
+    assert comparison.same.median == pytest.approx(1.0, abs=0.02)
+    assert comparison.result.low < comparison.result.median < comparison.result.high
+
+
+def test_an_added_time_is_in_microseconds():
+    rounds = Rounds([1e-6] * 5, [4.5e-6] * 5, [1e-6] * 5)
+    comparison = compare_added("", rounds, limit_us=4.0)
+    assert comparison.result.median == pytest.approx(3.5)
+    assert comparison.same.median == 0.0
+    assert comparison.verdict == "met"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"), [(1.06, 1.2, "MISSED"), (1.0, 1.04, "met"), (1.0, 1.2, "cannot tell")]
+)
+def test_a_limit_is_missed_only_when_the_interval_lies_above_it(low, high, verdict):
+    comparison = Comparison("", 1.0, 1.0, "x", Interval(1.1, low, high), Interval(1, 1, 1), limit=1.05)
+    assert comparison.verdict == verdict
+
+
+def test_the_slowest_rank_gives_the_time_of_a_sample():
+    ranks = [Rounds([1.0, 5.0], [1.0, 1.0], [2.0, 2.0]), Rounds([3.0, 2.0], [2.0, 2.0], [1.0, 3.0])]
+    assert paired.slowest(ranks) == Rounds([3.0, 5.0], [2.0, 2.0], [2.0, 3.0])
+
+
+def test_samples_rotate_and_each_is_preceded_by_the_barrier_and_an_untimed_call():
+    seen = []
+    rounds = paired.measure(
+        lambda: seen.append("A"), lambda: seen.append("B"), rounds=3, before_each=lambda: seen.append("|")
+    )
+    assert "".join(seen) == "|A|B" + "|AA|BB|AA" + "|BB|AA|AA" + "|AA|AA|BB"
+    assert [len(times) for times in (rounds.baseline, rounds.candidate, rounds.baseline_again)] == [3, 3, 3]
+
+
+def test_calls_that_settle_are_not_timed():
+    seen = []
+    rounds = paired.measure(lambda: seen.append("A"), lambda: seen.append("B"), rounds=1, calls=2, settle=3)
+    assert "".join(seen) == "AABB" + "AAAAA" + "BBBBB" + "AAAAA"
+    assert len(rounds.candidate) == 1
+
+
+@pytest.mark.parametrize(("rounds", "status"), [(20, 1), (5, 0)])
+def test_a_missed_limit_fails_only_in_enough_rounds(rounds, status, tmp_path, capsys):
+    options = argparse.Namespace(rounds=rounds, json=tmp_path / "numbers.json")
+    assert paired.conclude([compare("slow", noisy_rounds(2.0), 1.05)], options, {"memory": 3}) == status
+    numbers = json.loads(options.json.read_text())
+    assert numbers["comparisons"][0]["verdict"] == "MISSED"
+    assert numbers["notes"] == {"memory": 3}
+    assert "MISSED" in capsys.readouterr().out
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("task", convergence.TASKS)
+def test_a_few_steps(task, tmp_path, capsys):
+    numbers = tmp_path / "numbers.json"
+    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--first-seed", "5", "--batch-per-rank", "1"]
+    few += ["--task", task, "--json", str(numbers)]
+    assert convergence.main([*few, "--contenders", BASELINE]) == 0
+    ratios = {line["contender"]: line["mean"] for line in json.loads(numbers.read_text())["lines"]}
+    assert ratios[BASELINE] == 1.0
+    for other in (convergence.PERTURBED, MUTANT):
+        assert abs(ratios[other] - 1.0) > 1e-5
+    assert "not judged" in capsys.readouterr().out
+
+
+def ends(**losses):
+    return {name: Ended(5.0, loss) for name, loss in losses.items()}
+
+
+def test_ratios_are_taken_seed_by_seed():
+    by_seed = [
+        {**ends(gradient_allreduce=2.0, silent=2.5, bytegrad=2.002, qadam=1.1), **ends(**{"adam:lr=0.006": 1.0})},
+        {**ends(gradient_allreduce=4.0, silent=4.0, bytegrad=4.012, qadam=2.0), **ends(**{"adam:lr=0.006": 2.0})},
+    ]
+    lines = {line.contender: line for line in make_lines(["bytegrad", "qadam", MUTANT, "absent"], by_seed, "images")}
+    assert set(lines) == {"bytegrad", "qadam", MUTANT}
+    assert lines["bytegrad"].ratios == pytest.approx([1.001, 1.003])
+    assert lines["bytegrad"].verdict == "met"
+    assert lines["qadam"].ratios == pytest.approx([1.1, 1.0])
+    assert lines["qadam"].verdict == "MISSED"
+    assert lines[MUTANT].verdict == "broken, as it must be"
+
+
+@pytest.mark.parametrize(("loss", "seeds", "status"), [(2.5, 3, 0), (2.0, 3, 1), (2.0, 2, 0)])
+def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
+    lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds, "text")
+    options = argparse.Namespace(task="text", steps=500, seeds=seeds, first_seed=0, ranks=2, json=None)
+    assert convergence.conclude(lines, 0.5, {}, options) == status
+
+
+def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
+    always = [BASELINE, convergence.PERTURBED, MUTANT]
+    assert everyone(["bytegrad"], "images", 1500) == [*always, "bytegrad"]
+    assert everyone(["qadam:lr=0.1"], "images", 1500) == [*always, "adam:lr=0.006", "qadam:lr=0.1"]
+    assert {BASELINE, MUTANT} <= set(everyone(None, "text", 1500))
+
+
+def test_who_is_only_named_takes_part_at_the_rate_that_suits_the_task_and_so_does_the_baseline():
+    chosen = ["qadam", "adam:lr=0.045"]
+    assert everyone(chosen, "text", 1500)[3:] == ["adam:lr=0.03", "qadam:lr=0.03,warmup_steps=300", "adam:lr=0.045"]
+    assert with_recipe("one_bit_adam", "text", 3).endswith("warmup_steps=1")
+    for task in convergence.TASKS:
+        for contender in everyone(None, task, 3):
+            find_maker(contender)
+    with pytest.raises(ValueError, match="no option but lr"):
+        find_maker("adam:eps=1")
+
+
+@pytest.mark.parametrize(
+    ("contender", "baseline", "limit"),
+    [
+        ("local_sgd:sync_every=20", BASELINE, 1.01),
+        ("slowmo:sync_every=100", BASELINE, 1.03),
+        ("diloco", BASELINE, 1.03),
+        ("diloco:sync_every=20,fragments=4,overlap=5", "diloco:sync_every=20", 1.01),
+        ("diloco:codec='int4'", "diloco", 1.005),
+        ("diloco:sync_every=20,codec='int2',error_feedback=0.9", "diloco:sync_every=20", 1.01),
+        ("sparse_loco:start_after=900", BASELINE, 1.02),
+        ("sparse_loco:kept=32,lr=0.03", "diloco:sync_every=10,start_after=100,lr=0.03", 1.01),
+        ("low_precision_decentralized:topology='ring'", BASELINE, 1.03),
+        ("adam", BASELINE, None),
+    ],
+)
+def test_those_who_talk_rarely_are_judged_by_how_rarely(contender, baseline, limit):
+    assert baseline_of(contender, "text") == baseline
+    assert limit_of(contender) == limit
+
+
+def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cells.json"
+    add_to(file, [Cell("ddp", 2, "1000mbit", 0.110, 0.100), Cell("top_k:warmup_steps=0", 2, "1000mbit", 0.06, 0.10)])
+    add_to(file, [Cell("bytegrad", 4, "100mbit", 0.2, 0.2)])
+    assert len(json.loads(file.read_text())) == 3
+    assert main(["--read", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "| `ddp` | 110.0 / 100.0 ms, +10% |" in said
+    assert "| `top_k` | 60.0 / 100.0 ms, -40% |" in said
+    assert "3 cells: median error 10.0%, 67% within 15 %, nine in ten within 40%" in said
+
+
+def test_what_the_switch_could_not_carry_does_not_count() -> None:
+    said = tables([Cell("ddp", 2, "1000mbit,20ms", 1.0, 2.0, late=0.2), Cell("ddp", 2, "10mbit,20ms", 1.0, 1.0)])
+    assert "| `ddp` | (1000.0 / 2000.0 ms, -50%) | 1000.0 / 1000.0 ms, +0% |" in said
+    assert "1 cells: median error 0.0%" in said
+
+
+def test_the_named_algorithm_is_held_against_the_best() -> None:
+    near = [
+        Cell("ddp", 2, "10mbit", 1.0, 1.0),
+        Cell("bytegrad", 2, "10mbit", 0.5, 0.52),
+        Cell("x", 2, "10mbit", 0.6, 0.5),
+    ]
+    # Not worth a change: plain DDP is named unless another one is predicted to be 5 % faster.
+    far = [Cell("ddp", 4, "10gbit", 1.0, 1.2), Cell("bytegrad", 4, "10gbit", 0.96, 1.0)]
+    said = summary([*near, *far])
+    assert "at most 1.05 of the best time on 1 of 2 networks" in said
+    assert "2 hosts, 10mbit: bytegrad, 1.04 of the best" in said
+    assert "4 hosts, 10gbit: ddp, 1.20 of the best" in said
+
+
+def test_old_cells_are_predicted_again_from_what_was_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
+    ground = Ground(
+        ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1, 0.1)),
+        (
+            Rehearsal(
+                "ddp",
+                ((Moment("arrival"), Moment("start"), Moment("wait"), Moment("stepped")),),
+                (Run((0.0, Message("allreduce", 1e6, 2, 2), 0.0)),),
+            ),
+        ),
+        MachineFacts(message_s=0.0, byte_s=0.0, cores=2, calls=(CallFacts("allreduce", 0.0, ((1e6, 1e-9),)),)),
+    )
+    file, cells = tmp_path / "facts.json", tmp_path / "cells.json"
+    link = parse_link("100mbit,1ms")
+    Grounds(file, lambda _: ground, lambda *_: calls).of(2, link)
+    kept = Grounds(file, refuse, refuse)
+    assert kept.of(2, link) == (ground, calls)
+    assert kept.has(2, link)
+    assert not kept.has(4, link)
+    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.604)])
+    assert main(["--read", str(cells), "--facts", str(file)]) == 0
+    # 0.1 s of computing, and the call: 0.5 s that 1 MB took on the link, and four delays of two messages.
+    assert "| `ddp` | 604.0 / 604.0 ms" in capsys.readouterr().out
+    cells.unlink()
+    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.704, pace=2.0)])
+    assert main(["--read", str(cells), "--facts", str(file)]) == 0
+    # A machine that is half as fast computes for twice as long, and its links are the same.
+    assert "| `ddp` | 704.0 / 704.0 ms" in capsys.readouterr().out
+
+
+def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
+    facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2
+
+
+def test_a_pace_changes_all_that_a_processor_does() -> None:
+    parameters = (ParameterFacts("weight", (4, 4), "float32", 0.05),)
+    run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
+    calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
+    machine = MachineFacts(message_s=1.0, byte_s=0.5, local_message_s=3.0, local_byte_s=4.0, calls=calls)
+    ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine, {"x": calls})
+    slower = ground.at_pace(2.0)
+    assert slower.facts.steps_s == (0.2,)
+    assert slower.facts.parameters[0].arrival_s == 0.1
+    assert slower.rehearsals[0].extra_s == 0.5
+    assert slower.rehearsals[0].runs[0].items == (2.0, run.items[1], 1.0)
+    assert (slower.machine.message_s, slower.machine.byte_s) == (2.0, 1.0)
+    assert (slower.machine.local_message_s, slower.machine.local_byte_s) == (6.0, 8.0)
+    assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
+    assert slower.links == ground.links
+
+
+def refuse(*_: object) -> Ground:
+    raise AssertionError("it was measured before")
+
+
+def test_the_grid_goes_on_where_it_ended() -> None:
+    options = make_parser().parse_args(["--grid", "--pieces", "2"])
+    known = [Cell(who, hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3] for who in CONTENDERS]
+    assert len(GRID) == 16
+    # Of the third network, the last algorithm is missing.
+    assert pieces(options, known[:-1]) == [(*GRID[2], [CONTENDERS[-1]]), (*GRID[3], list(CONTENDERS))]
+    assert pieces(make_parser().parse_args(["--grid"]), []) == [(*one, list(CONTENDERS)) for one in GRID]
+    some = make_parser().parse_args(["--grid", "--contenders", "ddp", "power_sgd"])
+    assert pieces(some, known)[0] == (*GRID[3], ["ddp", "power_sgd"])
+
+
+def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_lab(*_: object) -> list[Cell]:
+        raise LabUnavailableError("needs root")
+
+    monkeypatch.setattr(prediction, "cells_of", no_lab)
+    assert main([]) == prediction.NOT_AVAILABLE
+    assert "needs root" in capsys.readouterr().err
+
+
+def test_links_of_the_lab_let_some_bytes_pass_at_once() -> None:
+    cluster = lab_cluster(4, 1, parse_link("100mbit"))
+    assert (cluster.hosts, cluster.shared, cluster.burst_bytes) == (4, True, 128 * 1024)
+    # A millisecond at 10 Gbit/s is more than the largest packets; the switch that makes delays has no bucket.
+    assert lab_cluster(2, 1, parse_link("10gbit")).burst_bytes == 1_250_000
+    assert lab_cluster(2, 1, parse_link("100mbit,20ms")).burst_bytes == 0
