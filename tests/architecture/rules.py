@@ -1,4 +1,4 @@
-"""The house rules, on sources as syntax trees. Each returns one line for each violation. Nothing is imported here."""
+"""The house rules that ruff does not have, on sources as syntax trees. Each returns one line for each violation."""
 
 from __future__ import annotations
 
@@ -224,20 +224,6 @@ def _cycles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
         yield from visit(module, [])
 
 
-def imports_are_absolute_and_by_name(sources: list[SourceFile]) -> list[str]:
-    """No relative imports, and wildcards only in doors: these pass on what one of their modules lists."""
-    return [
-        f"{source.path}:{item.line}: write the full path and the names"
-        for source in sources
-        for item in imports_of(source)
-        if item.level or ("*" in item.names and not _passes_on(source, item.target))
-    ]
-
-
-def _passes_on(source: SourceFile, target: str) -> bool:
-    return source.path.name == "__init__.py" and is_within(target, source.module) and target != source.module
-
-
 def only_declared_packages(sources: list[SourceFile]) -> list[str]:
     """Only the standard library and the declared dependencies are imported."""
     violations = []
@@ -353,31 +339,6 @@ def _is_environment(name: str) -> bool:
     return any(is_within(name, entry) for entry in ENVIRONMENT)
 
 
-def no_global_statement(sources: list[SourceFile]) -> list[str]:
-    """No function rebinds a module's variables."""
-    return _nodes(sources, lambda node: isinstance(node, ast.Global), "global")
-
-
-def no_print_outside_cli(sources: list[SourceFile]) -> list[str]:
-    """Libraries log; only commands print."""
-    quiet = [source for source in sources if not is_within(source.module, "bagua.cli")]
-    return _nodes(quiet, lambda node: isinstance(node, ast.Call) and dotted_name(node.func) == "print", "print()")
-
-
-def no_bare_except(sources: list[SourceFile]) -> list[str]:
-    """An `except` names what it catches."""
-    return _nodes(sources, lambda node: isinstance(node, ast.ExceptHandler) and node.type is None, "bare except")
-
-
-def _nodes(sources: list[SourceFile], matches: Callable[[ast.AST], bool], what: str) -> list[str]:
-    return [
-        f"{source.path}:{getattr(node, 'lineno', 0)}: {what}"
-        for source in sources
-        for node in ast.walk(source.tree)
-        if matches(node)
-    ]
-
-
 def files_are_short(sources: list[SourceFile]) -> list[str]:
     """A file that grows longer than this wants to be two."""
     return [
@@ -408,14 +369,10 @@ RULES: tuple[Rule, ...] = (
     imports_point_downwards,
     packages_are_entered_by_their_doors,
     no_import_cycles,
-    imports_are_absolute_and_by_name,
     only_declared_packages,
     torch_distributed_only_in_comm,
     private_names_of_torch_in_two_modules,
     environment_only_in_env,
-    no_global_statement,
-    no_print_outside_cli,
-    no_bare_except,
     files_are_short,
     folders_hold_few_files,
     names_of_classes_are_unique,
