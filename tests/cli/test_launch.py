@@ -24,6 +24,8 @@ from tests.harness import until
 from tests.interpreters import interpreter
 from tests.launching import free_port
 
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
+
 
 @pytest.fixture(autouse=True)
 def short_grace(forked_ranks, monkeypatch):
@@ -38,14 +40,12 @@ def is_running(process_id: int) -> bool:
     return True
 
 
-@pytest.mark.gloo
 def test_returns_values_in_rank_order_and_hands_on_reports():
     reports = []
     assert launch.run_ranks(report_and_return, 2, (10,), reports.append) == [0, 10]
     assert sorted(reports) == [("hello", 0), ("hello", 1)]
 
 
-@pytest.mark.gloo
 @pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 def test_ranks_live_on_the_hosts_of_a_lab_and_send_through_its_links():
     with network.open_network(2) as hosts:
@@ -55,7 +55,6 @@ def test_ranks_live_on_the_hosts_of_a_lab_and_send_through_its_links():
         assert nbytes > 1_000_000  # An allreduce among two sends as many bytes as the tensor has.
 
 
-@pytest.mark.gloo
 def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
     with pytest.raises(launch.RanksFailedError) as caught:
         launch.run_ranks(rank_one_raises, 2)
@@ -66,7 +65,6 @@ def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
     assert "rank_one_raises" in failure.trace
 
 
-@pytest.mark.gloo
 def test_the_cause_comes_before_the_errors_that_follow_from_it():
     with pytest.raises(
         launch.RanksFailedError, match="rank 1 was killed by SIGKILL; rank 0 failed: PeerLost"
@@ -76,13 +74,11 @@ def test_the_cause_comes_before_the_errors_that_follow_from_it():
     assert isinstance(caught.value.failures[1].error, PeerLostError)
 
 
-@pytest.mark.gloo
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_a_failure_as_any_other():
     with pytest.raises(launch.RanksFailedError, match="rank 0 was killed by SIGKILL"):
         launch.run_ranks(die_in_the_middle_of_a_message, 1)
 
 
-@pytest.mark.gloo
 def test_an_interrupt_ends_all_processes():
     process_ids = []
 
@@ -152,8 +148,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_tutorial_learns_on_two_processes_at_least_as_much_as_on_one(capsys):
     runpy.run_path(str(REPOSITORY / "examples/spiral_one_process.py"))
     done = run("--nproc", "2", "examples/spiral.py")
@@ -162,8 +156,6 @@ def test_the_tutorial_learns_on_two_processes_at_least_as_much_as_on_one(capsys)
     assert two >= one > 0.9  # rank 0 alone prints
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_a_failed_script_is_an_exit_status_and_names_the_rank(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
@@ -173,8 +165,6 @@ def test_a_failed_script_is_an_exit_status_and_names_the_rank(tmp_path):
     assert "torch/distributed" not in done.stderr
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_a_start_that_fails_is_told_in_the_summary(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import bagua\nbagua.init_process_group(backend='carrier pigeon')\n")
@@ -183,8 +173,6 @@ def test_a_start_that_fails_is_told_in_the_summary(tmp_path):
     assert "failed: TransportUnavailableError: there is no backend" in done.stderr, done.stderr
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_an_error_names_its_rank_once_on_each_line(tmp_path):
     """The start of torch puts a hook of its own around ours."""
     script = tmp_path / "fails.py"
@@ -194,8 +182,6 @@ def test_an_error_names_its_rank_once_on_each_line(tmp_path):
     assert "[rank1]: [rank1]:" not in said
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_who_waits_for_another_machine_says_so_and_hears_ctrl_c():
     port = str(free_port())
     first = f"--nnodes 2 --node-rank 0 --master-port {port} train.py"
@@ -213,8 +199,6 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("flags", [(), ("--standalone",), ("--master-port", str(free_port()))])
 def test_the_store_of_one_host_is_not_reached_from_others(flags, tmp_path):
     script = tmp_path / "asks.py"

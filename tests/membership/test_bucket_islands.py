@@ -40,6 +40,7 @@ from tests.membership.training import (
     wrapped,
 )
 
+pytestmark = needs_obstore
 FORMS = {
     "plain": {},
     "codec": {"codec": "int4", "error_feedback": True},
@@ -95,7 +96,6 @@ def all_weights(size, open_store, backend, options):
     return dict(ends)
 
 
-@needs_obstore
 @pytest.mark.threads
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "streaming"])
@@ -107,7 +107,6 @@ def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_p
     assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
 
 
-@needs_obstore
 @pytest.mark.gloo
 @pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "streaming"), (3, "streaming"), (5, "streaming")])
 def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, form):
@@ -126,7 +125,6 @@ def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, size, f
     assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
 
 
-@needs_obstore
 @pytest.mark.threads
 @needs_moto
 def test_islands_train_through_s3_and_count_their_requests():
@@ -145,7 +143,6 @@ def test_islands_train_through_s3_and_count_their_requests():
         assert all(requests > 20 for _, requests in ends)
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
     store = opened(f"file://{tmp_path}/run")
@@ -160,7 +157,6 @@ def test_a_bucket_does_not_grow_with_the_exchanges(tmp_path):
     assert many < few + 100
 
 
-@needs_obstore
 @pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ["diloco", "slowmo"])
 def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algorithm):
@@ -172,7 +168,6 @@ def test_a_newcomer_gets_the_state_from_the_bucket(tmp_path, monkeypatch, algori
     assert not [name for name in left if name.startswith("objects/state-")]
 
 
-@needs_obstore
 def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr("bagua.comm.pieces.server.PIECE_BYTES", 100)
     monkeypatch.setattr("bagua.comm.pieces.fetching.PIECE_BYTES", 100)
@@ -193,7 +188,6 @@ def test_a_state_comes_from_several_shelves_and_is_deleted(tmp_path, monkeypatch
     assert set(failures.failures.values()) == {"it offers that no longer"}
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
     quick = Deadlines(beat_s=0.02, silence_s=0.5, suspect_s=0.5, meet_s=5.0, poll_s=0.01)
@@ -216,7 +210,6 @@ def test_who_finds_a_dead_run_is_told_whose_it_was(tmp_path):
     assert "bagua islands clean file:///run" in error.advice
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
     def alone():
@@ -229,7 +222,6 @@ def test_who_is_alone_in_a_folder_is_told_which_one_it_is(tmp_path):
     assert "that reach the same file:///run" in str(error)
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_islands_of_several_ranks_train_through_a_bucket(tmp_path):
     def job(number):
@@ -317,7 +309,6 @@ def check(rows, ends, algorithm):
     check_rows(algorithm, [row for row in rows if row])
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_an_exchange_has_one_verdict_whoever_asks_for_it(tmp_path):
     cells = [Cells(opened(f"file://{tmp_path}/run")) for _ in range(2)]
@@ -334,7 +325,6 @@ def test_an_exchange_has_one_verdict_whoever_asks_for_it(tmp_path):
     assert cells[0].read([f"closed/3/{number}" for number in (8, 9, 10)]) == [None, [0, 1], []]
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_a_cell_that_does_not_show_who_came_first_decides_nothing(tmp_path, monkeypatch):
     store = opened(f"file://{tmp_path}/run")
@@ -345,7 +335,6 @@ def test_a_cell_that_does_not_show_who_came_first_decides_nothing(tmp_path, monk
         closing.close(epoch, 1, counts=False)
 
 
-@needs_obstore
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("moment", "algorithm"), [("before", "diloco"), ("after", "diloco"), ("before", "diloco, beside training")]
@@ -363,7 +352,6 @@ def test_who_sleeps_at_any_request_leaves_the_others_with_one_result(tmp_path, m
     assert sum(map(count_of, range(count))) > count / 2
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_a_bucket_that_answers_late_changes_nothing(tmp_path):
     draw = random.Random(0)
@@ -382,7 +370,6 @@ def test_a_bucket_that_answers_late_changes_nothing(tmp_path):
     assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3
 
 
-@needs_obstore
 @pytest.mark.threads
 def test_a_bucket_out_of_reach_for_a_while_delays_an_exchange(tmp_path):
     away = threading.Event()
