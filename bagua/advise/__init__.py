@@ -3,7 +3,7 @@
 from bagua.advise.advice import Advice, advise
 from bagua.advise.advice import check_wanted as check_wanted
 from bagua.advise.advice import weigh as weigh
-from bagua.advise.facts import CallFacts, MachineFacts, ModelFacts, ParameterFacts
+from bagua.advise.facts import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
 from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS
 from bagua.advise.measure import StepMeter as StepMeter
 from bagua.advise.measure import measure_model
@@ -11,7 +11,6 @@ from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, outside_calibration, predict
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
-from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.advise.verdict import TorchWatch, watch
 
 __all__ = ["Advice", "CallFacts", "Cluster", "MachineFacts", "Message", "ModelFacts", "Moment", "ParameterFacts"]

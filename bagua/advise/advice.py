@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from bagua.advise.facts import MachineFacts, ModelFacts
+from bagua.advise.facts import MachineFacts, ModelFacts, Rehearsal
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, outside_calibration, predict
 from bagua.advise.probe import ALONE, probe_machine
 from bagua.advise.rehearse import rehearse
-from bagua.advise.trace import Rehearsal
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
 from bagua.checks import check_kind
 from bagua.errors import BaguaError, ConfigurationError

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bagua.advise.facts import CallFacts, MachineFacts, calls_like
-from bagua.advise.trace import Message
+from bagua.advise.facts import CallFacts, MachineFacts, Message, calls_like
 from bagua.checks import check_kind, check_whole
 from bagua.link import LinkSettings
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from bagua.advise.facts import MachineFacts, ModelFacts
+from bagua.advise.facts import MachineFacts, Message, ModelFacts, Rehearsal
 from bagua.advise.network import Cluster, Cost, cost_of
-from bagua.advise.trace import Message, Rehearsal
 
 #: Calls that Gloo carries out at the same time.
 _GLOO_CALLS = 2

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from bagua.advise.facts import ALIKE, CallFacts, MachineFacts
+from bagua.advise.facts import ALIKE, CallFacts, MachineFacts, Message
 from bagua.advise.network import SMALL_CALL_BYTES, pattern_of
-from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 from bagua.link import usable_cores
 

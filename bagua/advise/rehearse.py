@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua.advise.facts import ModelFacts, ParameterFacts
-from bagua.advise.trace import Message, Moment, Rehearsal, Run
+from bagua.advise.facts import Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
 from bagua.algorithms import Algorithm, Exchange
 from bagua.comm import CallRecord, rehearsal_group
 from bagua.engine import DEFAULT_BUCKET_BYTES

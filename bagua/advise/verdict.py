@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bagua.advise.advice import WORTH_IT, asked_for, ranked, rehearse_all, shown
-from bagua.advise.facts import MachineFacts, ModelFacts
+from bagua.advise.facts import MachineFacts, ModelFacts, Rehearsal
 from bagua.advise.measure import LEAST_STEPS, StepMeter, own_time
 from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, predict
-from bagua.advise.trace import Rehearsal
 from bagua.comm import TorchCalls
 from bagua.errors import BaguaError
 from bagua.link import LinkSettings, usable_cores
