@@ -1,7 +1,6 @@
 """Codecs: a tensor in, bytes out, and back. No communication."""
 
-from bagua.compression.casting import BFloat16, Float16, Identity
-from bagua.compression.codec import Codec, Metadata, as_codec, register, registry
+from bagua.compression.codec import BFloat16, Codec, Float16, Identity, Metadata, as_codec, register, registry
 from bagua.compression.codec import check_codec as check_codec
 from bagua.compression.levels import Int2, Int4, Sign
 from bagua.compression.minmax_uint8 import MinMaxUInt8
