@@ -1,9 +1,9 @@
 """What can be seen of a run: metrics, flight records, timelines. All read the record of calls."""
 
 from bagua.observe.flight import explain, read_flight_records
-from bagua.observe.metrics import CsvWriter, metrics
 from bagua.observe.straggler import latest_of
 from bagua.observe.timeline import clock_offsets, timeline, write_timeline
+from bagua.observe.watch import CsvWriter, metrics
 
 __all__ = [
     "CsvWriter",
