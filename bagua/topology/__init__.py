@@ -7,15 +7,14 @@ from bagua.topology.nodes import ranks_by_node
 
 if TYPE_CHECKING:
     from bagua.topology.graphs import *
-    from bagua.topology.hosts import *
-    from bagua.topology.names import *
     from bagua.topology.topology import *
 
 #: What is there once something mixes with neighbours.
 _LATE = {
-    "graphs": ("AlternatingRing", "Complete", "OnePeerExponential", "Ring", "ShiftOne", "Torus"),
-    "hosts": ("AlternatingExponentialRing", "Hierarchical", "weighted_by_size"),
-    "names": ("available", "create"),
+    "graphs": (
+        *("AlternatingExponentialRing", "AlternatingRing", "Complete", "Hierarchical", "OnePeerExponential", "Ring"),
+        *("ShiftOne", "Torus", "available", "create", "weighted_by_size"),
+    ),
     "topology": ("Edge", "Neighbours", "Round", "Topology", "Turn", "check_round", "consensus_rate"),
 }
 _places = {name: f"{__name__}.{place}" for place, names in _LATE.items() for name in names}
