@@ -10,11 +10,11 @@ from bagua.testing.ranks import (
     RankDiedError,
     RankHangsError,
     RankPool,
+    ThreadRanks,
     die,
     fall_silent,
 )
 from bagua.testing.ranks import this_rank as this_rank
-from bagua.testing.thread_ranks import ThreadRanks
 
 __all__ = [
     "Outcome",
