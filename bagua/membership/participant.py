@@ -14,11 +14,10 @@ import torch
 
 from bagua import errors
 from bagua.comm import ProcessGroup
-from bagua.membership.counterparts import LOSSES, Counterparts
+from bagua.membership.counterparts import LOSSES, MOST_DONORS, Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from bagua.membership.island import FailedAct, Island
 from bagua.membership.state import Attempt, MemberState, epoch_name
-from bagua.membership.transfer import MOST_DONORS
 from bagua.primitives import differ_by_rounding, quick_digest
 
 _log = logging.getLogger("bagua")

@@ -20,9 +20,9 @@ from bagua.errors import (
     StoreLostError,
     TooFewMembersError,
 )
+from bagua.membership.counterparts import Receiver
 from bagua.membership.island import Island
 from bagua.membership.participant import Participant
-from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from tests.harness import until

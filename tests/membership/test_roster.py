@@ -17,12 +17,11 @@ from bagua.comm.store.serving import thread_store
 from bagua.compression import Float16
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
 from bagua.membership import participant
-from bagua.membership.counterparts import Counterparts
+from bagua.membership.counterparts import Counterparts, Donor, Receiver
 from bagua.membership.epochs import Epoch, Standing, StopReport
 from bagua.membership.island import Island
 from bagua.membership.participant import Participant
 from bagua.membership.state import Deadlines, MemberState, Offer, Roster, SeatRecord, record_name, seat_name
-from bagua.membership.transfer import Donor, Receiver
 from tests.membership.training import PERIOD, among, joined, new_store, train, wrapped
 
 DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
@@ -243,7 +242,7 @@ def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes
         late = isinstance(part, dict) and "buckets" in part
         return memory, (lambda: asked.wait(60) and copy()) if late else copy
 
-    monkeypatch.setattr("bagua.membership.transfer.encoded_later", held_up)
+    monkeypatch.setattr("bagua.membership.counterparts.encoded_later", held_up)
     with joined(new_store(), 1) as islands:
         model = wrapped(islands, "diloco")
         train(islands, model, PERIOD)
