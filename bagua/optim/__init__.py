@@ -1,7 +1,8 @@
 """Optimizers, and functions that make them for buckets. No communication."""
 
-from bagua.optim.accum_adam import AccumAdam, AccumAdamW
 from bagua.optim.companions import (
+    AccumAdam,
+    AccumAdamW,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,
