@@ -2,9 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, around, as_algorithm, bound_form, registry
+from bagua.algorithms.base import (
+    Algorithm,
+    AlgorithmImpl,
+    ByHost,
+    DistributedAlgorithm,
+    Registry,
+    around,
+    as_algorithm,
+    bound_form,
+    registry,
+)
 from bagua.algorithms.base import WithInner as WithInner
-from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
 from bagua.algorithms.exchanges.exchange import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS

@@ -8,8 +8,7 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
-from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
-from bagua.algorithms.declarations import DistributedAlgorithm
+from bagua.algorithms.base import Algorithm, ByHost, DistributedAlgorithm, as_algorithm
 from bagua.algorithms.exchanges.exchange import WHOLE, Every, Exchange
 from bagua.algorithms.exchanges.fields import Model
 from bagua.algorithms.exchanges.values import Buffers, Mean, Replace, Sum
