@@ -2,6 +2,10 @@
 
 from bagua.engine.access import EngineAccess as EngineAccess
 from bagua.engine.access import GlobalAverage as GlobalAverage
+from bagua.engine.access import begin_training as begin_training
+from bagua.engine.access import refuse_in_join as refuse_in_join
+from bagua.engine.access import replace_engine as replace_engine
+from bagua.engine.access import start_listeners as start_listeners
 from bagua.engine.hooks import BackwardHooks as BackwardHooks
 from bagua.engine.options import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from bagua.engine.options import BucketType as BucketType
@@ -18,10 +22,6 @@ from bagua.engine.options import refuse_unknown as refuse_unknown
 from bagua.engine.reducer import Reducer as Reducer
 from bagua.engine.schedule.lanes import Lane as Lane
 from bagua.engine.schedule.lanes import create_lane as create_lane
-from bagua.engine.start import begin_training as begin_training
-from bagua.engine.start import refuse_in_join as refuse_in_join
-from bagua.engine.start import replace_engine as replace_engine
-from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare as compare
 from bagua.engine.state.agreement import meet as meet
 from bagua.engine.state.checkpoints import check_owner as check_owner

@@ -17,7 +17,7 @@ from bagua.comm import Communicator, Group, ProcessGroup, ReduceOp, as_group, cl
 from bagua.engine.buckets.layout import GradientOrder, bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
-from bagua.engine.schedule import facts
+from bagua.engine.schedule.courses import follows_gradients, is_chunked, layout_of
 from bagua.engine.schedule.lanes import ModelLanes, describe
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
@@ -154,7 +154,7 @@ class Formation:
     def form_at_once(self) -> None:
         """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
         background = self.declaration.in_background
-        if not self.idle and (background or not facts.follows_gradients(self.phases.coming)):
+        if not self.idle and (background or not follows_gradients(self.phases.coming)):
             self.order.suppose_reversed()
             self.form(self.layout(self.options.bucket_bytes))
 
@@ -182,7 +182,7 @@ class Formation:
         """Form buckets of the parameters in these positions, and begin to exchange in them."""
         self.order.suppose(members)
         self.phases.enter()
-        chunked = self.options.chunking or facts.is_chunked(self.phases.exchanges)
+        chunked = self.options.chunking or is_chunked(self.phases.exchanges)
         registered = self.registration
         buckets = [
             Bucket(
@@ -324,7 +324,7 @@ class Formation:
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
-        if facts.layout_of(self.phases.exchanges) != facts.layout_of(self.phases.coming):
+        if layout_of(self.phases.exchanges) != layout_of(self.phases.coming):
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return

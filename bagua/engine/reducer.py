@@ -23,7 +23,7 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.schedule.facts import sends_gradients
+from bagua.engine.schedule.courses import sends_gradients
 from bagua.engine.state import checkpoints
 from bagua.engine.state.replicas import are_equal
 

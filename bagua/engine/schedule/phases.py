@@ -10,8 +10,7 @@ import torch
 
 from bagua.algorithms import Algorithm, Every, Exchange, Model, WithInner, differ_between_ranks, registry
 from bagua.comm import Communicator, uncaught_error
-from bagua.engine.schedule.courses import Clock
-from bagua.engine.schedule.facts import follows_gradients, is_between_steps
+from bagua.engine.schedule.courses import Clock, follows_gradients, is_between_steps
 
 _log = logging.getLogger("bagua")
 

@@ -14,8 +14,7 @@ from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
 from bagua.engine.gradients import TOGETHER_BYTES, Arrival, Slot
 from bagua.engine.options import EngineOptions
-from bagua.engine.schedule.courses import Clock, Course, memory_for, put_together
-from bagua.engine.schedule.facts import follows_gradients, gathers
+from bagua.engine.schedule.courses import Clock, Course, follows_gradients, gathers, memory_for, put_together
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
 from bagua.engine.state.saving import Remembered, collect, cut, followed, key_of, restore
 from bagua.primitives import State
