@@ -72,7 +72,7 @@ QUICK = {
     "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
     "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
 }
-#: Those that step along directions are held to the contract in test_directions.py.
+#: Those that step along directions are held to the contract in test_lossy.py.
 DIRECTIONS = ("dion",)
 SYNCHRONOUS = [
     QUICK[name]() if name in QUICK else Algorithm.init(name)

@@ -150,6 +150,7 @@ def resources() -> Counter[str]:
 def close_before_calls_end() -> None:
     """What others never come to ends with the communicator of the rank that waits."""
     comm = bagua.comm.get_default_group().duplicate().global_communicator
+    communicator().barrier()  # All have come to have it.
     if comm.rank == 0:
         tensor = torch.ones(2, device=home(comm))
         works = [comm.allreduce(tensor, async_op=True), comm.recv(tensor.clone(), 1, async_op=True)]

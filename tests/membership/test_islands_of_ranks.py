@@ -27,6 +27,7 @@ from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from tests.harness import until
 from tests.interpreters import interpreter
+from tests.membership import forked_islands
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
@@ -281,7 +282,7 @@ def test_a_killed_rank_takes_its_island_out_and_a_new_island_takes_part():
     for one in found["said"]:
         other = by_step.setdefault(one["step"], one)
         assert (other["sum"], other["contributed"]) == (one["sum"], one["contributed"])
-    assert sorted(by_step) == [PERIOD * (number + 1) for number in range(len(by_step))]
+    assert sorted(by_step) == [forked_islands.PERIOD * (number + 1) for number in range(len(by_step))]
     stayed, new = (next(one["seat"] for one in found["said"] if one["number"] == number) for number in (0, 2))
     crowds = [tuple(by_step[step]["contributed"]) for step in sorted(by_step)]
     wanted = [(0, 1), (stayed,), (stayed, new)]

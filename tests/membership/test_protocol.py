@@ -501,8 +501,10 @@ def test_a_newcomer_that_comes_in_with_an_older_state_is_found_wrong():
 
 @pytest.mark.parametrize("base", [max, lambda held: min(held) - 1], ids=["too high", "too low"])
 def test_another_base_is_found_wrong(base, monkeypatch):
+    right = next_epoch
+
     def other(epoch, reports, *rest, **more):
-        proposal = next_epoch(epoch, reports, *rest, **more)
+        proposal = right(epoch, reports, *rest, **more)
         if isinstance(proposal, str):
             return proposal
         return proposal._replace(base=max(0, base([reports[seat].held for seat in proposal.donors])))
