@@ -2,29 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from bagua.algorithms.base import (
-    Algorithm,
-    AlgorithmImpl,
-    ByHost,
-    DistributedAlgorithm,
-    Registry,
-    around,
-    as_algorithm,
-    bound_form,
-    registry,
-)
+from bagua.algorithms import base
+from bagua.algorithms.base import *
 from bagua.algorithms.base import WithInner as WithInner
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Parts
+from bagua.algorithms.base import registry
+from bagua.algorithms.exchanges import exchange, fields, outer, values
+from bagua.algorithms.exchanges.exchange import *
 from bagua.algorithms.exchanges.exchange import differ_between_ranks as differ_between_ranks
+from bagua.algorithms.exchanges.fields import *
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS
 from bagua.algorithms.exchanges.fields import POINTS as POINTS
-from bagua.algorithms.exchanges.fields import Flight, How, Model, Then, What
 from bagua.algorithms.exchanges.fields import Point as Point
-from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
-from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
+from bagua.algorithms.exchanges.outer import *
+from bagua.algorithms.exchanges.values import *
 from bagua.algorithms.gradients.gradient_allreduce import *
 from bagua.algorithms.gradients.gradient_allreduce import ReducedGradients
-from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
+from bagua.algorithms.local import between_islands
+from bagua.algorithms.local.between_islands import *
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.late import late
 
@@ -48,42 +42,8 @@ if TYPE_CHECKING:
     from bagua.algorithms.neighbors.decentralized import *
     from bagua.algorithms.neighbors.low_precision_decentralized import *
 
-__all__ = [
-    "Add",
-    "Algorithm",
-    "AlgorithmImpl",
-    "BetweenIslands",
-    "Blend",
-    "Buffers",
-    "ByHost",
-    "Difference",
-    "DistributedAlgorithm",
-    "EagerStep",
-    "Every",
-    "Exchange",
-    "Flight",
-    "Gradients",
-    "How",
-    "LetIn",
-    "LocalUpdates",
-    "Mean",
-    "Model",
-    "Outer",
-    "OuterStep",
-    "OverIslands",
-    "Parts",
-    "ReducedGradients",
-    "Registry",
-    "Replace",
-    "Sum",
-    "Then",
-    "Weights",
-    "What",
-    "around",
-    "as_algorithm",
-    "bound_form",
-    "registry",
-]
+__all__ = ["LocalUpdates", "ReducedGradients"]
+__all__ += base.__all__ + between_islands.__all__ + exchange.__all__ + fields.__all__ + outer.__all__ + values.__all__
 
 #: One line for each algorithm: its name, its module, and what its names begin with; then what else is there. A program
 #: imports those that it asks for.

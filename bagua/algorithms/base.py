@@ -28,6 +28,18 @@ from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "ByHost",
+    "DistributedAlgorithm",
+    "Registry",
+    "around",
+    "as_algorithm",
+    "bound_form",
+    "registry",
+]
+
 Declaration = TypeVar("Declaration")
 
 

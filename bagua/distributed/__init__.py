@@ -7,8 +7,6 @@ A call on ``GroupMember.NON_GROUP_MEMBER`` returns None at once, without torch's
 said in one line at each function.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from bagua.comm import (

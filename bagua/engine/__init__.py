@@ -1,43 +1,42 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
 
-from bagua.engine.access import EngineAccess as EngineAccess
-from bagua.engine.access import GlobalAverage as GlobalAverage
-from bagua.engine.access import begin_training as begin_training
-from bagua.engine.access import refuse_in_join as refuse_in_join
-from bagua.engine.access import replace_engine as replace_engine
-from bagua.engine.access import start_listeners as start_listeners
-from bagua.engine.hooks import BackwardHooks as BackwardHooks
-from bagua.engine.options import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
-from bagua.engine.options import BucketType as BucketType
-from bagua.engine.options import EngineOptions as EngineOptions
-from bagua.engine.options import ReducerOptions as ReducerOptions
-from bagua.engine.options import SwitchOptions as SwitchOptions
-from bagua.engine.options import TensorDeclaration as TensorDeclaration
-from bagua.engine.options import check_bucket_bytes as check_bucket_bytes
-from bagua.engine.options import check_grad_scaler as check_grad_scaler
-from bagua.engine.options import check_module as check_module
-from bagua.engine.options import check_optional_flag as check_optional_flag
-from bagua.engine.options import optimizer_list as optimizer_list
-from bagua.engine.options import refuse_unknown as refuse_unknown
-from bagua.engine.reducer import Reducer as Reducer
-from bagua.engine.schedule.lanes import Lane as Lane
-from bagua.engine.schedule.lanes import create_lane as create_lane
-from bagua.engine.state.agreement import compare as compare
-from bagua.engine.state.agreement import meet as meet
-from bagua.engine.state.checkpoints import check_owner as check_owner
-from bagua.engine.state.checkpoints import check_saved_state as check_saved_state
-from bagua.engine.state.checkpoints import name_of_rank as name_of_rank
-from bagua.engine.state.replicas import allreduce_optimizer_state as allreduce_optimizer_state
-from bagua.engine.state.replicas import allreduce_parameters as allreduce_parameters
-from bagua.engine.state.replicas import broadcast_buffers_of as broadcast_buffers_of
-from bagua.engine.state.replicas import broadcast_optimizer_state as broadcast_optimizer_state
-from bagua.engine.state.replicas import broadcast_parameters as broadcast_parameters
-from bagua.engine.state.replicas import sendable as sendable
-from bagua.engine.state.replicas import take_state as take_state
-from bagua.engine.state.saving import Remembered as Remembered
-from bagua.engine.state.saving import collect as collect
-from bagua.engine.state.saving import merged as merged
-from bagua.engine.state.saving import renamed as renamed
-from bagua.engine.state.saving import restore as restore
-from bagua.engine.wrapping import SWITCH as SWITCH
-from bagua.engine.wrapping import Wrapping as Wrapping
+# mypy: implicit-reexport
+
+from bagua.engine.access import (
+    EngineAccess,
+    GlobalAverage,
+    begin_training,
+    refuse_in_join,
+    replace_engine,
+    start_listeners,
+)
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.options import (
+    DEFAULT_BUCKET_BYTES,
+    BucketType,
+    EngineOptions,
+    ReducerOptions,
+    SwitchOptions,
+    TensorDeclaration,
+    check_bucket_bytes,
+    check_grad_scaler,
+    check_module,
+    check_optional_flag,
+    optimizer_list,
+    refuse_unknown,
+)
+from bagua.engine.reducer import Reducer
+from bagua.engine.schedule.lanes import Lane, create_lane
+from bagua.engine.state.agreement import compare, meet
+from bagua.engine.state.checkpoints import check_owner, check_saved_state, name_of_rank
+from bagua.engine.state.replicas import (
+    allreduce_optimizer_state,
+    allreduce_parameters,
+    broadcast_buffers_of,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sendable,
+    take_state,
+)
+from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
+from bagua.engine.wrapping import SWITCH, Wrapping

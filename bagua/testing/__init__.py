@@ -3,26 +3,11 @@
 They hand back what each rank returned.
 """
 
+from bagua.testing import ranks
 from bagua.testing.process_ranks import PRELOADED as PRELOADED
 from bagua.testing.process_ranks import ProcessRanks
-from bagua.testing.ranks import (
-    Outcome,
-    RankDiedError,
-    RankHangsError,
-    RankPool,
-    ThreadRanks,
-    die,
-    fall_silent,
-)
+from bagua.testing.ranks import *
 from bagua.testing.ranks import this_rank as this_rank
 
-__all__ = [
-    "Outcome",
-    "ProcessRanks",
-    "RankDiedError",
-    "RankHangsError",
-    "RankPool",
-    "ThreadRanks",
-    "die",
-    "fall_silent",
-]
+__all__ = ["ProcessRanks"]
+__all__ += ranks.__all__

@@ -18,6 +18,8 @@ import bagua.comm
 from bagua.comm import FaultHook, RankKilled, Store, become_rank, inject_fault, thread_store
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, PeerLostError
 
+__all__ = ["Outcome", "RankDiedError", "RankHangsError", "RankPool", "ThreadRanks", "die", "fall_silent"]
+
 
 class RankDiedError(RuntimeError):
     """A rank ended without returning and without raising."""

@@ -20,6 +20,8 @@ from bagua.errors import ConfigurationError
 from bagua.membership import Pace
 from bagua.primitives import State
 
+__all__ = ["Every", "Exchange", "Parts"]
+
 By = Literal["arrival", "strided", "bytes"]
 
 

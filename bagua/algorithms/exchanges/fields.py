@@ -17,6 +17,8 @@ from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, Work
 from bagua.primitives import ReducerMemory, State
 
+__all__ = ["Flight", "How", "Model", "Then", "What"]
+
 #: The moments of a step, in their order.
 Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
 POINTS: tuple[Point, ...] = get_args(Point)

@@ -18,6 +18,8 @@ from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
 
+__all__ = ["EagerStep", "Outer", "OuterStep"]
+
 _REPLACE = Replace()
 #: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.
 _PIECE_NUMEL = 2**16

@@ -16,6 +16,8 @@ from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, has_two_levels, on_leaders, through_leaders
 
+__all__ = ["Add", "Blend", "Buffers", "Difference", "Gradients", "Mean", "Replace", "Sum", "Weights"]
+
 # What.
 
 

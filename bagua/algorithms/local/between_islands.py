@@ -22,6 +22,8 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.membership import Announced, Islands, contributions
 from bagua.primitives import State
 
+__all__ = ["BetweenIslands", "LetIn", "OverIslands"]
+
 #: Steps from one look at the weights to the next, where islands hold equal ones; and the first steps of those, of which
 #: the second shows what optimizers have done differently.
 _COMPARE_EVERY, _AT_THE_BEGINNING = 100, 2
