@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -193,9 +193,9 @@ class CallSetting:
         shape = self.shape if shares is None else (shares, *self.shape)
         return values(shape, self.dtype, 1000 * self.seed + rank)
 
-    def of_all(self, comm: Communicator) -> torch.Tensor:
-        """The shares of all ranks, in their order."""
-        return torch.stack([self.own(rank) for rank in range(comm.size)])
+    def of_each(self, group: Any, shares: int | None = None) -> list[torch.Tensor]:
+        """The same of all ranks of ``group``, in their order."""
+        return [self.own(rank, shares) for rank in range(group.size)]
 
     def place(self, numbers: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """A new tensor with these numbers, where and how the exercise wants it."""
@@ -208,7 +208,7 @@ class CallSetting:
     def assert_reduced(self, actual: torch.Tensor, inputs: list[torch.Tensor], message: str) -> None:
         """Fail unless ``actual`` is the reduction of the inputs of all ranks."""
         expected = reduced(inputs, self.op)
-        if self.rounds_once and self.dtype in (torch.float16, torch.bfloat16):
+        if self.rounds_once and actual.dtype in (torch.float16, torch.bfloat16):
             assert_rounded_once(actual, expected, message)
         else:
             assert_same(actual, expected, message, rounding_steps=len(inputs))
@@ -247,73 +247,70 @@ def perform(kind: str, comm: Communicator, setting: CallSetting) -> Exercise:
     return exercise
 
 
-def _describe(kind: str, comm: Communicator, s: CallSetting) -> str:
+def started(
+    kind: str,
+    place: Any,
+    s: CallSetting,
+    works: list[Any],
+    outputs: Iterable[tuple[torch.Tensor | None, torch.Tensor | list[torch.Tensor] | None]],
+    inputs: Iterable[tuple[torch.Tensor | None, torch.Tensor]] = (),
+    *,
+    alike: bool = False,
+) -> Exercise:
+    """A call that was started.
+
+    Args:
+        kind: name of the call, for messages.
+        place: group in which it was made, with this process's ``rank`` and the ``size``.
+        s: setting of the call.
+        works: works that the calls returned.
+        outputs: tensors with what they must hold then: numbers, or those of all ranks, to be reduced; None: anything.
+        inputs: tensors with the numbers that they must keep.
+        alike: whether the outputs must be bitwise identical on all ranks.
+    """
     what = f"{kind} of {tuple(s.shape)} {s.dtype} {s.op} root {s.root}"
-    return f"{what} {s.present.__name__} on rank {comm.rank} of {comm.size}"
+    what = f"{what} {s.present.__name__} on rank {place.rank} of {place.size}"
+    filled = [(tensor, expected) for tensor, expected in outputs if tensor is not None]
+    kept = [(tensor, numbers) for tensor, numbers in inputs if tensor is not None]
+
+    def check() -> None:
+        for number, (tensor, expected) in enumerate(filled):
+            if isinstance(expected, list):
+                s.assert_reduced(tensor, expected, what)
+            elif expected is not None:
+                assert_same(tensor, expected, f"output {number} of {what}")
+        for tensor, numbers in kept:
+            assert_same(tensor, numbers, f"input of {what}")
+
+    given = [tensor for tensor, _ in filled]
+    return Exercise(works, check, given if alike else [], [*given, *(tensor for tensor, _ in kept)])
 
 
 def _allreduce(comm: Communicator, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank) for rank in range(comm.size)]
+    inputs = s.of_each(comm)
     tensor = s.place(inputs[comm.rank], comm)
     work = comm.allreduce(tensor, s.op, **s.options)
-
-    def check() -> None:
-        s.assert_reduced(tensor, inputs, _describe("allreduce", comm, s))
-
-    return Exercise([work], check, [tensor], [tensor])
+    return started("allreduce", comm, s, [work], [(tensor, inputs)], alike=True)
 
 
 def _reduce(comm: Communicator, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank) for rank in range(comm.size)]
+    inputs = s.of_each(comm)
     tensor = s.place(inputs[comm.rank], comm)
     work = comm.reduce(tensor, s.root, s.op, **s.options)
-
-    def check() -> None:
-        what = _describe("reduce", comm, s)
-        if comm.rank == s.root:
-            s.assert_reduced(tensor, inputs, what)
-        else:
-            assert_same(tensor, inputs[comm.rank], f"{what}, which is not the destination")
-
-    return Exercise([work], check, [], [tensor])
+    return started("reduce", comm, s, [work], [(tensor, inputs if comm.rank == s.root else inputs[comm.rank])])
 
 
 def _broadcast(comm: Communicator, s: CallSetting) -> Exercise:
     tensor = s.place(s.own(comm.rank), comm)
     work = comm.broadcast(tensor, s.root, **s.options)
-
-    def check() -> None:
-        assert_same(tensor, s.own(s.root), _describe("broadcast", comm, s))
-
-    return Exercise([work], check, [tensor], [tensor])
-
-
-def _copied(
-    kind: str,
-    comm: Communicator,
-    s: CallSetting,
-    work: Work | None,
-    output: tuple[torch.Tensor | None, Callable[[], torch.Tensor]],
-    source: tuple[torch.Tensor | None, torch.Tensor],
-) -> Exercise:
-    """A started call that copies: ``output`` with what it must hold then, and ``source`` with what it must keep."""
-
-    def check() -> None:
-        what = _describe(kind, comm, s)
-        if output[0] is not None:
-            assert_same(output[0], output[1](), what)
-        if source[0] is not None:
-            assert_same(source[0], source[1], f"input of {what}")
-
-    touched = [one for one in (output[0], source[0]) if one is not None]
-    return Exercise([work], check, touched[:1] if kind == "allgather" else [], touched)
+    return started("broadcast", comm, s, [work], [(tensor, s.own(s.root))], alike=True)
 
 
 def _allgather(comm: Communicator, s: CallSetting) -> Exercise:
     own = s.own(comm.rank)
     output, tensor = s.room((comm.size, *s.shape), comm), s.place(own, comm)
     work = comm.allgather(output, tensor, **s.options)
-    return _copied("allgather", comm, s, work, (output, lambda: s.of_all(comm)), (tensor, own))
+    return started("allgather", comm, s, [work], [(output, torch.stack(s.of_each(comm)))], [(tensor, own)], alike=True)
 
 
 def _gather(comm: Communicator, s: CallSetting) -> Exercise:
@@ -321,7 +318,7 @@ def _gather(comm: Communicator, s: CallSetting) -> Exercise:
     output = s.room((comm.size, *s.shape), comm) if comm.rank == s.root else None
     tensor = s.place(own, comm)
     work = comm.gather(output, tensor, s.root, **s.options)
-    return _copied("gather", comm, s, work, (output, lambda: s.of_all(comm)), (tensor, own))
+    return started("gather", comm, s, [work], [(output, torch.stack(s.of_each(comm)))], [(tensor, own)])
 
 
 def _scatter(comm: Communicator, s: CallSetting) -> Exercise:
@@ -329,29 +326,23 @@ def _scatter(comm: Communicator, s: CallSetting) -> Exercise:
     output = s.room(s.shape, comm)
     tensor = s.place(sent, comm) if comm.rank == s.root else None
     work = comm.scatter(output, tensor, s.root, **s.options)
-    return _copied("scatter", comm, s, work, (output, lambda: sent[comm.rank]), (tensor, sent))
+    return started("scatter", comm, s, [work], [(output, sent[comm.rank])], [(tensor, sent)])
 
 
 def _reduce_scatter(comm: Communicator, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
-    output = s.room(s.shape, comm)
-    tensor = s.place(inputs[comm.rank], comm)
+    inputs = s.of_each(comm, comm.size)
+    output, tensor = s.room(s.shape, comm), s.place(inputs[comm.rank], comm)
     work = comm.reduce_scatter(output, tensor, s.op, **s.options)
-
-    def check() -> None:
-        what = _describe("reduce_scatter", comm, s)
-        s.assert_reduced(output, [numbers[comm.rank] for numbers in inputs], what)
-        assert_same(tensor, inputs[comm.rank], f"input of {what}")
-
-    return Exercise([work], check, [], [output, tensor])
+    shares = [numbers[comm.rank] for numbers in inputs]
+    return started("reduce_scatter", comm, s, [work], [(output, shares)], [(tensor, inputs[comm.rank])])
 
 
 def _alltoall(comm: Communicator, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
+    inputs = s.of_each(comm, comm.size)
     output, tensor = s.room((comm.size, *s.shape), comm), s.place(inputs[comm.rank], comm)
     work = comm.alltoall(output, tensor, **s.options)
-    received = (output, lambda: torch.stack([sent[comm.rank] for sent in inputs]))
-    return _copied("alltoall", comm, s, work, received, (tensor, inputs[comm.rank]))
+    expected = torch.stack([sent[comm.rank] for sent in inputs])
+    return started("alltoall", comm, s, [work], [(output, expected)], [(tensor, inputs[comm.rank])])
 
 
 def _alltoall_v(comm: Communicator, s: CallSetting) -> Exercise:
@@ -362,11 +353,8 @@ def _alltoall_v(comm: Communicator, s: CallSetting) -> Exercise:
     from_each = [row[comm.rank] for row in counts]
     output, tensor = s.room((sum(from_each),), comm), s.place(inputs[comm.rank], comm)
     work = comm.alltoall_v(output, tensor, from_each, counts[comm.rank], **s.options)
-
-    def expected() -> torch.Tensor:
-        return torch.cat([torch.split(sent, row)[comm.rank] for sent, row in zip(inputs, counts, strict=True)])
-
-    return _copied("alltoall_v", comm, s, work, (output, expected), (tensor, inputs[comm.rank]))
+    expected = torch.cat([torch.split(sent, row)[comm.rank] for sent, row in zip(inputs, counts, strict=True)])
+    return started("alltoall_v", comm, s, [work], [(output, expected)], [(tensor, inputs[comm.rank])])
 
 
 def _sendrecv(comm: Communicator, s: CallSetting) -> Exercise:
@@ -375,34 +363,27 @@ def _sendrecv(comm: Communicator, s: CallSetting) -> Exercise:
     own = s.own(comm.rank)
     output, tensor = s.room(s.shape, comm), s.place(own, comm)
     work = comm.sendrecv(output, tensor, before, after, **s.options)
-    return _copied("sendrecv", comm, s, work, (output, lambda: s.own(before)), (tensor, own))
+    return started("sendrecv", comm, s, [work], [(output, s.own(before))], [(tensor, own)])
 
 
 def _send_and_recv(comm: Communicator, s: CallSetting) -> Exercise:
     """Along a line: each rank receives from the one before it, then sends to the next, twice."""
     works: list[Work | None] = []
-    received: list[torch.Tensor] = []
-    sent: list[torch.Tensor] = []
+    received: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
     for message in range(2):
         if comm.rank > 0:
-            received.append(s.room(s.shape, comm))
-            works.append(comm.recv(received[-1], comm.rank - 1, **s.options))
+            received.append((s.room(s.shape, comm), s.own(comm.rank - 1 + 10 * message)))
+            works.append(comm.recv(received[-1][0], comm.rank - 1, **s.options))
         if comm.rank < comm.size - 1:
-            sent.append(s.place(s.own(comm.rank + 10 * message), comm))
-            works.append(comm.send(sent[-1], comm.rank + 1, **s.options))
-
-    def check() -> None:
-        what = _describe("send and recv", comm, s)
-        for message, tensor in enumerate(received):
-            assert_same(tensor, s.own(comm.rank - 1 + 10 * message), f"message {message} of {what}")
-        for message, tensor in enumerate(sent):
-            assert_same(tensor, s.own(comm.rank + 10 * message), f"input of {what}")
-
-    return Exercise(works, check, [], [*received, *sent])
+            own = s.own(comm.rank + 10 * message)
+            sent.append((s.place(own, comm), own))
+            works.append(comm.send(sent[-1][0], comm.rank + 1, **s.options))
+    return started("send and recv", comm, s, works, received, sent)
 
 
 def _barrier(comm: Communicator, s: CallSetting) -> Exercise:
-    return Exercise([comm.barrier(**s.options)], lambda: None, [], [])
+    return started("barrier", comm, s, [comm.barrier(**s.options)], [])
 
 
 def several(s: CallSetting) -> list[CallSetting]:
@@ -414,28 +395,18 @@ def several(s: CallSetting) -> list[CallSetting]:
 
 
 def _allreduce_coalesced(comm: Communicator, s: CallSetting) -> Exercise:
-    parts = several(s)
-    tensors = [part.place(part.own(comm.rank), comm) for part in parts]
+    inputs = [part.of_each(comm) for part in several(s)]
+    tensors = [s.place(numbers[comm.rank], comm) for numbers in inputs]
     work = comm.allreduce_coalesced(tensors, s.op, **s.options)
-
-    def check() -> None:
-        for part, tensor in zip(parts, tensors, strict=True):
-            inputs = [part.own(rank) for rank in range(comm.size)]
-            part.assert_reduced(tensor, inputs, _describe("allreduce_coalesced", comm, part))
-
-    return Exercise([work], check, tensors, tensors)
+    return started("allreduce_coalesced", comm, s, [work], zip(tensors, inputs, strict=True), alike=True)
 
 
 def _broadcast_coalesced(comm: Communicator, s: CallSetting) -> Exercise:
-    parts = several(s)
-    tensors = [part.place(part.own(comm.rank), comm) for part in parts]
+    inputs = [part.of_each(comm) for part in several(s)]
+    tensors = [s.place(numbers[comm.rank], comm) for numbers in inputs]
     work = comm.broadcast_coalesced(tensors, s.root, **s.options)
-
-    def check() -> None:
-        for part, tensor in zip(parts, tensors, strict=True):
-            assert_same(tensor, part.own(s.root), _describe("broadcast_coalesced", comm, part))
-
-    return Exercise([work], check, tensors, tensors)
+    expected = [numbers[s.root] for numbers in inputs]
+    return started("broadcast_coalesced", comm, s, [work], zip(tensors, expected, strict=True), alike=True)
 
 
 #: Exercises on one kind of tensor collective each.

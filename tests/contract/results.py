@@ -54,7 +54,7 @@ def reduce_everything() -> None:
 
 
 def carry_everything() -> None:
-    for dtype in COPIED:
+    for dtype in (*COPIED, torch.uint32):
         for kind in COPYING:
             perform(kind, communicator(), CallSetting(dtype=dtype))
 

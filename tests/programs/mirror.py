@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from bagua.comm import NON_MEMBER, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.comm.torch_forms import lists
 from bagua.distributed import collectives, point_to_point
-from tests.contract.exercises import CallSetting, Exercise, assert_same, several
+from tests.contract.exercises import CallSetting, Exercise, several, started
 from tests.programs.mutants import Mutant, around, patched
 from tests.programs.native import Place, assert_same_object, own_object
 from tests.versions import renamed
@@ -33,58 +33,44 @@ def _at(p: Place, s: CallSetting, name: str, rank: int) -> dict[str, Any]:
 
 
 def _all_reduce(p: Place, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank) for rank in range(p.size)]
+    inputs = s.of_each(p)
     tensor = s.place(inputs[p.rank], p)
     work = p.dist.all_reduce(tensor, s.op, p.group, _wait_later(s))
-    return Exercise([work], lambda: s.assert_reduced(tensor, inputs, "all_reduce"), [tensor], [tensor])
+    return started("all_reduce", p, s, [work], [(tensor, inputs)], alike=True)
 
 
 def _all_reduce_coalesced(p: Place, s: CallSetting) -> Exercise:
     """Torch takes one dtype in such a call, so all parts have the first one's."""
-    parts = [replace(part, dtype=s.dtype) for part in several(s)]
-    tensors = [part.place(part.own(p.rank), p) for part in parts]
+    inputs = [replace(part, dtype=s.dtype).of_each(p) for part in several(s)]
+    tensors = [s.place(numbers[p.rank], p) for numbers in inputs]
     work = p.dist.all_reduce_coalesced(tensors, s.op, p.group, _wait_later(s))
-
-    def check() -> None:
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.assert_reduced(tensor, [part.own(rank) for rank in range(p.size)], "all_reduce_coalesced")
-
-    return Exercise([work], check, tensors, tensors)
+    return started("all_reduce_coalesced", p, s, [work], zip(tensors, inputs, strict=True), alike=True)
 
 
 def _reduce(p: Place, s: CallSetting) -> Exercise:
-    inputs = [s.own(rank) for rank in range(p.size)]
+    inputs = s.of_each(p)
     tensor = s.place(inputs[p.rank], p)
     work = p.dist.reduce(tensor, op=s.op, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
-
-    def check() -> None:
-        if p.rank == s.root:
-            s.assert_reduced(tensor, inputs, "reduce")
-        else:
-            assert_same(tensor, inputs[p.rank], "reduce, which is not the destination")
-
-    return Exercise([work], check, [], [tensor])
+    expected = inputs if p.rank == s.root else None if p.spoils else inputs[p.rank]
+    return started("reduce", p, s, [work], [(tensor, expected)])
 
 
 def _broadcast(p: Place, s: CallSetting) -> Exercise:
     tensor = s.place(s.own(p.rank), p)
     work = p.dist.broadcast(tensor, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
-    return Exercise([work], lambda: assert_same(tensor, s.own(s.root), "broadcast"), [tensor], [tensor])
+    return started("broadcast", p, s, [work], [(tensor, s.own(s.root))], alike=True)
 
 
 def _outputs(p: Place, s: CallSetting) -> list[torch.Tensor]:
     return [s.room(s.shape, p) for _ in range(p.size)]
 
 
-def _check_gathered(p: Place, s: CallSetting, outputs: list[torch.Tensor], what: str) -> None:
-    for rank, output in enumerate(outputs):
-        assert_same(output, s.own(rank), f"{what} from rank {rank}")
-
-
 def _all_gather(p: Place, s: CallSetting) -> Exercise:
-    outputs, tensor = _outputs(p, s), s.place(s.own(p.rank), p)
+    outputs, everything = _outputs(p, s), s.of_each(p)
+    tensor = s.place(everything[p.rank], p)
     work = p.dist.all_gather(outputs, tensor, p.group, _wait_later(s))
-    return Exercise([work], lambda: _check_gathered(p, s, outputs, "all_gather"), outputs, [*outputs, tensor])
+    filled = zip(outputs, everything, strict=True)
+    return started("all_gather", p, s, [work], filled, [(tensor, everything[p.rank])], alike=True)
 
 
 def _rows(p: Place, s: CallSetting) -> tuple[int, ...]:
@@ -98,21 +84,19 @@ def _named(p: Place, s: CallSetting, name: str, before: str) -> Callable[..., An
 
 
 def _all_gather_single(p: Place, s: CallSetting) -> Exercise:
-    output, tensor = s.room(_rows(p, s), p), s.place(s.own(p.rank), p)
+    output, everything = s.room(_rows(p, s), p), s.of_each(p)
+    tensor = s.place(everything[p.rank], p)
     call = _named(p, s, "all_gather_single", "all_gather_into_tensor")
     work = call(output, tensor, p.group, _wait_later(s))
-
-    def check() -> None:
-        _check_gathered(p, s, list(output.view(p.size, *s.shape)), "all_gather_single")
-
-    return Exercise([work], check, [output], [output, tensor])
+    filled = [(output, torch.stack(everything).view(_rows(p, s)))]
+    return started("all_gather_single", p, s, [work], filled, [(tensor, everything[p.rank])], alike=True)
 
 
 def _gather(p: Place, s: CallSetting) -> Exercise:
-    outputs = _outputs(p, s) if p.rank == s.root else None
-    tensor = s.place(s.own(p.rank), p)
+    outputs, own = _outputs(p, s) if p.rank == s.root else None, s.own(p.rank)
+    tensor = s.place(own, p)
     work = p.dist.gather(tensor, outputs, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
-    return Exercise([work], lambda: _check_gathered(p, s, outputs or [], "gather"), [], [*(outputs or []), tensor])
+    return started("gather", p, s, [work], zip(outputs or (), s.of_each(p), strict=False), [(tensor, own)])
 
 
 def _parts(p: Place, s: CallSetting, rank: int) -> list[torch.Tensor]:
@@ -120,35 +104,37 @@ def _parts(p: Place, s: CallSetting, rank: int) -> list[torch.Tensor]:
     return [replace(s, seed=s.seed + 100 * (1 + target)).own(rank) for target in range(p.size)]
 
 
+def _placed(p: Place, s: CallSetting, numbers: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors with what is put in them."""
+    return [(s.place(one, p), one) for one in numbers]
+
+
+def _tensors(pairs: Iterable[tuple[torch.Tensor, Any]]) -> list[torch.Tensor]:
+    return [tensor for tensor, _ in pairs]
+
+
 def _scatter(p: Place, s: CallSetting) -> Exercise:
-    numbers = _parts(p, s, s.root)
-    inputs = [s.place(one, p) for one in numbers] if p.rank == s.root else None
-    output = s.room(s.shape, p)
-    work = p.dist.scatter(output, inputs, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
-    return Exercise([work], lambda: assert_same(output, numbers[p.rank], "scatter"), [], [output, *(inputs or [])])
+    numbers, output = _parts(p, s, s.root), s.room(s.shape, p)
+    inputs = _placed(p, s, numbers if p.rank == s.root else [])
+    given = _tensors(inputs) or None
+    work = p.dist.scatter(output, given, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
+    return started("scatter", p, s, [work], [(output, numbers[p.rank])], inputs)
 
 
 def _reduce_scatter(p: Place, s: CallSetting) -> Exercise:
-    inputs = [s.place(one, p) for one in _parts(p, s, p.rank)]
-    output = s.room(s.shape, p)
-    work = p.dist.reduce_scatter(output, inputs, s.op, p.group, _wait_later(s))
-
-    def check() -> None:
-        s.assert_reduced(output, [_parts(p, s, rank)[p.rank] for rank in range(p.size)], "reduce_scatter")
-
-    return Exercise([work], check, [], [output, *inputs])
+    inputs, output = _placed(p, s, _parts(p, s, p.rank)), s.room(s.shape, p)
+    work = p.dist.reduce_scatter(output, _tensors(inputs), s.op, p.group, _wait_later(s))
+    shares = [_parts(p, s, rank)[p.rank] for rank in range(p.size)]
+    return started("reduce_scatter", p, s, [work], [(output, shares)], inputs)
 
 
 def _reduce_scatter_single(p: Place, s: CallSetting) -> Exercise:
-    tensor, output = s.place(s.own(p.rank, p.size).view(_rows(p, s)), p), s.room(s.shape, p)
+    own, output = s.own(p.rank, p.size).view(_rows(p, s)), s.room(s.shape, p)
+    tensor = s.place(own, p)
     call = _named(p, s, "reduce_scatter_single", "reduce_scatter_tensor")
     work = call(output, tensor, s.op, p.group, _wait_later(s))
-
-    def check() -> None:
-        shares = [s.own(rank, p.size)[p.rank] for rank in range(p.size)]
-        s.assert_reduced(output, shares, "reduce_scatter_single")
-
-    return Exercise([work], check, [], [output, tensor])
+    shares = [numbers[p.rank] for numbers in s.of_each(p, p.size)]
+    return started("reduce_scatter_single", p, s, [work], [(output, shares)], [(tensor, own)])
 
 
 def _uneven(p: Place, s: CallSetting, source: int) -> list[torch.Tensor]:
@@ -162,68 +148,54 @@ def _uneven(p: Place, s: CallSetting, source: int) -> list[torch.Tensor]:
 
 def _all_to_all(p: Place, s: CallSetting) -> Exercise:
     expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
-    outputs = [s.room(tuple(one.shape), p) for one in expected]
-    inputs = [s.place(one, p) for one in _uneven(p, s, p.rank)]
-    work = p.dist.all_to_all(outputs, inputs, p.group, _wait_later(s))
-
-    def check() -> None:
-        for source, (output, numbers) in enumerate(zip(outputs, expected, strict=True)):
-            assert_same(output, numbers, f"all_to_all from rank {source}")
-
-    return Exercise([work], check, [], [*outputs, *inputs])
+    outputs = [(s.room(tuple(one.shape), p), one) for one in expected]
+    inputs = _placed(p, s, _uneven(p, s, p.rank))
+    work = p.dist.all_to_all(_tensors(outputs), _tensors(inputs), p.group, _wait_later(s))
+    return started("all_to_all", p, s, [work], outputs, inputs)
 
 
 def _all_to_all_single(p: Place, s: CallSetting) -> Exercise:
-    tensor, output = s.place(s.own(p.rank, p.size), p), s.room((p.size, *s.shape), p)
+    numbers, output = s.of_each(p, p.size), s.room((p.size, *s.shape), p)
+    tensor = s.place(numbers[p.rank], p)
     work = p.dist.all_to_all_single(output, tensor, None, None, p.group, _wait_later(s))
-
-    def check() -> None:
-        expected = torch.stack([s.own(source, p.size)[p.rank] for source in range(p.size)])
-        assert_same(output, expected, "all_to_all_single")
-
-    return Exercise([work], check, [], [output, tensor])
+    expected = torch.stack([sent[p.rank] for sent in numbers])
+    return started("all_to_all_single", p, s, [work], [(output, expected)], [(tensor, numbers[p.rank])])
 
 
 def _all_to_all_single_uneven(p: Place, s: CallSetting) -> Exercise:
-    expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
-    own = _uneven(p, s, p.rank)
+    expected, own = [_uneven(p, s, source)[p.rank] for source in range(p.size)], _uneven(p, s, p.rank)
     received, sent = [len(one) for one in expected], [len(one) for one in own]
     tensor, output = s.place(torch.cat(own), p), s.room((sum(received), 2), p)
     work = p.dist.all_to_all_single(output, tensor, received, sent, p.group, _wait_later(s))
-    return Exercise([work], lambda: assert_same(output, torch.cat(expected), "uneven"), [], [output, tensor])
+    return started("uneven", p, s, [work], [(output, torch.cat(expected))], [(tensor, torch.cat(own))])
 
 
 def _line(p: Place, s: CallSetting, tags: tuple[int, int]) -> Exercise:
     """Each rank sends two messages to the next one, which asks for them in the order of ``tags``, backwards."""
     works: list[Any] = []
-    inputs = [s.place(s.own(p.rank + 10 * number), p) for number in range(2)]
-    outputs = [s.room(s.shape, p) for _ in range(2)]
+    inputs = _placed(p, s, [s.own(p.rank + 10 * number) for number in range(2)])
+    outputs = [(s.room(s.shape, p), s.own(p.rank - 1 + 10 * number) if p.rank else None) for number in range(2)]
     backwards = (1, 0) if tags[0] != tags[1] else (0, 1)
     for number in backwards if p.rank else ():
         source = _at(p, s, "src", p.rank - 1)
         if _wait_later(s):
-            works.append(p.dist.irecv(outputs[number], group=p.group, tag=tags[number], **source))
+            works.append(p.dist.irecv(outputs[number][0], group=p.group, tag=tags[number], **source))
         else:
-            found = p.dist.recv(outputs[number], group=p.group, tag=tags[number], **source)
+            found = p.dist.recv(outputs[number][0], group=p.group, tag=tags[number], **source)
             assert found == p.ranks[p.rank - 1], f"recv says that rank {found} has sent"
     for number in range(2 if p.rank < p.size - 1 else 0):
         target = _at(p, s, "dst", p.rank + 1)
         send = p.dist.isend if _wait_later(s) else p.dist.send
-        works.append(send(inputs[number], group=p.group, tag=tags[number], **target))
-
-    def check() -> None:
-        for number in range(2 if p.rank else 0):
-            assert_same(outputs[number], s.own(p.rank - 1 + 10 * number), f"message {number} with tags {tags}")
-
-    return Exercise(works, check, [], [*outputs, *inputs])
+        works.append(send(inputs[number][0], group=p.group, tag=tags[number], **target))
+    return started(f"messages with tags {tags}", p, s, works, outputs, inputs)
 
 
 def _batch(p: Place, s: CallSetting) -> Exercise:
     """Around a ring, all messages at once, receives and sends in either order."""
     if p.size == 1:
-        return Exercise([], lambda: None, [], [])
-    tensor, output = s.place(s.own(p.rank), p), s.room(s.shape, p)
-    before, after = (p.rank - 1) % p.size, (p.rank + 1) % p.size
+        return started("batch_isend_irecv", p, s, [], [])
+    own, output = s.own(p.rank), s.room(s.shape, p)
+    tensor, before, after = s.place(own, p), (p.rank - 1) % p.size, (p.rank + 1) % p.size
     ops = [
         p.dist.P2POp(p.dist.isend, tensor, group=p.group, **_at(p, s, "peer", after)),
         p.dist.P2POp(p.dist.irecv, output, group=p.group, **_at(p, s, "peer", before)),
@@ -231,43 +203,41 @@ def _batch(p: Place, s: CallSetting) -> Exercise:
     works = p.dist.batch_isend_irecv(ops[:: -1 if s.seed % 3 else 1])
     for work in works:
         work.wait()
-    return Exercise([], lambda: assert_same(output, s.own(before), "batch_isend_irecv"), [], [output, tensor])
+    return started("batch_isend_irecv", p, s, [], [(output, s.own(before))], [(tensor, own)])
 
 
-def _of_objects(check: Callable[[], None]) -> Exercise:
+def _of_objects(p: Place, found: list[Any] | None, expected: list[Any], what: str) -> Exercise:
+    def check() -> None:
+        if found is not None:
+            assert_same_object(found, [None] * len(found) if p.outside else expected, what)
+
     return Exercise([], check, [], [])
 
 
 def _all_gather_object(p: Place, s: CallSetting) -> Exercise:
     found = [None] * p.size
     p.dist.all_gather_object(found, own_object(s, p.rank), p.group)
-    expected = [own_object(s, rank) for rank in range(p.size)]
-    return _of_objects(lambda: _check_list(p, found, expected, "all_gather_object"))
-
-
-def _check_list(p: Place, found: list[Any], expected: list[Any], what: str) -> None:
-    assert_same_object(found, [None] * len(found) if p.outside else expected, what)
+    return _of_objects(p, found, [own_object(s, rank) for rank in range(p.size)], "all_gather_object")
 
 
 def _broadcast_object_list(p: Place, s: CallSetting) -> Exercise:
     sent = [own_object(s, s.root), "and", own_object(s, s.root + 1)]
     found = list(sent) if p.rank == s.root and not p.outside else [None] * 3
     p.dist.broadcast_object_list(found, group=p.group, **_at(p, s, "src", s.root))
-    return _of_objects(lambda: _check_list(p, found, sent, "broadcast_object_list"))
+    return _of_objects(p, found, sent, "broadcast_object_list")
 
 
 def _gather_object(p: Place, s: CallSetting) -> Exercise:
     found = [None] * p.size if p.rank == s.root else None
     p.dist.gather_object(own_object(s, p.rank), found, group=p.group, **_at(p, s, "dst", s.root))
-    expected = [own_object(s, rank) for rank in range(p.size)]
-    return _of_objects(lambda: found is None or _check_list(p, found, expected, "gather_object"))
+    return _of_objects(p, found, [own_object(s, rank) for rank in range(p.size)], "gather_object")
 
 
 def _scatter_object_list(p: Place, s: CallSetting) -> Exercise:
     found: list[Any] = [None]
     given = [own_object(s, rank) for rank in range(p.size)] if p.rank == s.root else None
     p.dist.scatter_object_list(found, given, group=p.group, **_at(p, s, "src", s.root))
-    return _of_objects(lambda: _check_list(p, found, [own_object(s, p.rank)], "scatter_object_list"))
+    return _of_objects(p, found, [own_object(s, p.rank)], "scatter_object_list")
 
 
 def _messages_of_objects(p: Place, s: CallSetting) -> Exercise:
@@ -278,7 +248,7 @@ def _messages_of_objects(p: Place, s: CallSetting) -> Exercise:
         expected = [own_object(s, p.rank - 1), "and"]
     if p.rank < p.size - 1:
         p.dist.send_object_list([own_object(s, p.rank), "and"], group=p.group, **_at(p, s, "dst", p.rank + 1))
-    return _of_objects(lambda: _check_list(p, found, expected, "recv_object_list"))
+    return _of_objects(p, found, expected, "recv_object_list")
 
 
 #: Every kind of call with torch's names; ``barrier`` has an exercise of its own in programs.
@@ -306,9 +276,6 @@ MIRROR: dict[str, Begin] = {
     "messages_of_objects": _messages_of_objects,
 }
 REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")
-
-
-REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")
 
 
 def _everywhere(name: str, value: Any) -> Mutant:
@@ -451,7 +418,7 @@ def _sends_only(true: Any, ops: Any) -> Any:
 
 
 MIRROR_MUTANTS: dict[str, Mutant] = {
-    **{f"{name} always adds": _always_adds(name) for name in REDUCES},
+    **{f"{name} always adds": _always_adds(name) for name in REDUCING},
     "global ranks are taken for ranks in the group": _everywhere("rank_inside", _as_group_rank),
     "ranks in the group are taken for global ones": _everywhere("rank_inside", _as_global_rank),
     "a rank that is no member calls among all": _everywhere("communicator_of", _default_for_others),

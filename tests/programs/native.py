@@ -30,6 +30,7 @@ class Place:
         rank: of this process among them; an outsider does as if it were the first.
         outside: whether this process is no member.
         device_types: on which tensors may be.
+        spoils: whether ``reduce`` changes the tensors of all ranks, as it does on Gloo of torch.
     """
 
     dist: ModuleType
@@ -39,6 +40,7 @@ class Place:
     rank: int
     outside: bool
     device_types: frozenset[str] = frozenset({"cpu"})
+    spoils: bool = False
 
     @property
     def size(self) -> int:
@@ -87,14 +89,14 @@ def _outside(ranks: tuple[int, ...]) -> Place:
 
 
 def places_of_torch(dist: ModuleType, descriptions: tuple[Description, ...]) -> list[Place]:
-    """The same for ``torch.distributed``, whose backend may be ours: all ranks, and groups of some."""
+    """The same for ``torch.distributed``, on any backend: all ranks, and groups of some."""
     places = []
     for kind, ranks in descriptions:
         members = tuple(range(dist.get_world_size())) if kind == "world" else ranks
         group = None if kind == "world" else dist.new_group(list(ranks))
         outside = dist.get_rank() not in members
         rank = 0 if outside else members.index(dist.get_rank())
-        places.append(Place(dist, group, None, members, rank, outside))
+        places.append(Place(dist, group, None, members, rank, outside, spoils=dist.get_backend() == "gloo"))
     return places
 
 

@@ -38,6 +38,7 @@ Choose = Callable[[str, Sequence[T]], T]
 Face = Literal["native", "mirror", "torch"]
 
 PAIRS = [(op, dtype) for op, dtypes in LEGAL for dtype in dtypes]
+COPIED_BY_TORCH = (*(dtype for dtype in COPIED if "float8" not in str(dtype)), torch.uint32)
 KINDS: dict[str, list[str]] = {
     "native": [*native.NATIVE, "barrier"],
     "mirror": [*mirror.MIRROR, "barrier"],
@@ -157,8 +158,9 @@ def _step(choose: Choose, program: Program, face: Face) -> Step:
     kind = choose(f"kind {face} {program.size > 1}", [*KINDS[face], *MORE[face]])
     place = -1 - choose(f"place of {face} {kind}", range(4)) % len(program.places)  # Those of some ranks come last.
     several = program.members(place) > 1
-    # Torch cannot pickle tensors of float8.
-    op, dtype = LEGAL[0][0], choose(f"dtype {face}", REDUCED if face == "torch" else COPIED)
+    op, dtype = LEGAL[0][0], choose(f"dtype {face}", COPIED if face != "torch" else REDUCED)
+    if face == "torch" and "object" not in kind:  # It cannot pickle all that it carries.
+        dtype = choose("dtype without pickle", COPIED_BY_TORCH)
     if kind in reducing:
         # Torch has no such reduction of complex numbers, whatever the backend.
         pairs = [pair for pair in PAIRS if face != "torch" or not (pair[1].is_complex and "PRODUCT" in str(pair[0]))]
