@@ -2,230 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from datetime import timedelta
-from typing import Any
+from operator import attrgetter
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from bagua import torch_private as autograd
 from bagua.comm import torch_private
-from bagua.comm.store.serving import thread_store
-from bagua.comm.torch_backend.creation import install_torch_backend
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.errors import TransportUnavailableError
+from bagua.torch_private import ddp_seconds, profiling
 from tests.versions import TORCH
 
-
-def gloo() -> Any:
-    options = torch_private.gloo_options(timedelta(seconds=5), hosts=1, lazy=True)
-    return dist.ProcessGroupGloo(thread_store(), 0, 1, options)
-
-
-def on_a_group(function: Callable[[dist.ProcessGroup], object]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        function(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
-
-
-def coalesce() -> None:
-    backend = gloo()
-    assert callable(backend._start_coalescing)
-    assert callable(backend._end_coalescing)
-
-
-def in_a_backward_pass(function: Callable[[], object]) -> None:
-    leaf, ran = torch.ones(1, requires_grad=True), []
-    leaf.register_hook(lambda _: ran.append(function()))
-    leaf.sum().backward()
-    assert len(ran) == 1
-
-
-def end_a_pass() -> None:
-    ended: list[bool] = []
-    in_a_backward_pass(lambda: autograd.when_backward_ends(lambda: ended.append(True)))
-    assert ended == [True]
-
-
-def number_a_pass() -> None:
-    assert autograd.backward_pass() < 0
-    numbers: list[int] = []
-    for _ in range(2):
-        in_a_backward_pass(lambda: numbers.append(autograd.backward_pass()))
-    assert 0 <= numbers[0] != numbers[1]
-
-
-def foresee_gradients() -> None:
-    leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    seen: list[bool] = []
-    product = leaf * 2
-    product.register_hook(lambda _: seen.append(autograd.accumulates([other, leaf])))
-    product.sum().backward(retain_graph=True)
-    torch.autograd.grad(product.sum(), product, retain_graph=True)
-    torch.autograd.grad(product.sum(), leaf)
-    assert seen == [True, False, False]
-
-
-def multiply_before_adding() -> None:
-    for factor in (2.0, torch.tensor(2.0)):
-        assert torch_private.premul_factor(torch_private.make_premul_sum(factor)) == 2.0
-
-
-def ask_for_a_backend() -> None:
-    request = torch_private.backend_request()
-    request.store, request.group_rank, request.group_size = dist.HashStore(), 0, 1
-    request.timeout, request.group_id, request.global_ranks_in_group = timedelta(seconds=5), "test", [0]
-
-
-def find_plugin() -> None:
-    install_torch_backend()
-    plugin = torch_private.plugins()["BAGUA"]
-    assert callable(plugin.creator_fn)
-    assert plugin.extended_api is True
-
-
-def see_what_is_requested() -> None:
-    seen: list[Any] = []
-
-    def create(*_: object) -> Any:
-        seen.append(torch_private.requested_backends())
-        return gloo()
-
-    if "private_names" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("private_names", create, devices=["cpu"])
-    dist.init_process_group("cpu:private_names", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-    assert seen[0].get_device_backend_map() == {"cpu": "private_names"}
-
-
-def find_active_ddp() -> None:
-    class Asking(torch.nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            assert autograd.active_ddp() is wrapped
-            return super().forward(inputs)
-
-    def ask(_: dist.ProcessGroup) -> None:
-        nonlocal wrapped
-        wrapped = torch.nn.parallel.DistributedDataParallel(Asking(2, 2))
-        wrapped(torch.ones(1, 2))
-
-    wrapped: Any = None
-    on_a_group(ask)
-    assert autograd.active_ddp() is None
-
-
-def keep_from_compiling() -> None:
-    class Kept:
-        def method(self) -> int:
-            return 1
-
-    autograd.do_not_compile(Kept.method)
-    assert Kept().method() == 1
-
-
-def have_foreach_functions() -> None:
-    names = ["add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp", "lerp_", "mul", "mul_", "norm"]
-    names += ["sqrt", "sqrt_", "zero_"]
-    assert [name for name in names if not hasattr(torch, f"_foreach_{name}")] == []
-
-
-def have_parts_of_modules() -> None:
-    module = torch.nn.BatchNorm1d(2)
-    assert {*module._parameters} == {"weight", "bias"}
-    assert "running_mean" in module._buffers
-    assert module._modules == {}
-
-
-def see_ddp() -> None:
-    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    assert autograd.ddp_seconds(module, 1) < 0
-    for _ in range(2):
-        module(torch.ones(1, 2)).sum().backward()
-    assert autograd.ddp_seconds(module) >= 0
-
-
-#: Name, what goes wrong without it, and a use.
-def see_profiler() -> None:
-    assert autograd.profiling() is False
-    with torch.profiler.profile() as profile:
-        assert autograd.profiling() is True
-        autograd.profiler_range("named")()
-    assert "named" in [event.name for event in profile.events()]
-
-
-NAMES: dict[str, tuple[str, Callable[[], object]]] = {
-    "torch.autograd.profiler._is_profiler_enabled": ("calls are named where a profiler runs", see_profiler),
-    "torch.distributed._Work": ("backend bagua hands its works to C++", torch_private.Work),
-    "torch.distributed._broadcast_coalesced": (
-        "bagua.watch counts the buffers of DDP",
-        lambda: on_a_group(lambda group: dist._broadcast_coalesced(group, [torch.ones(2)], 100, 0)),
-    ),
-    "DistributedDataParallel._get_ddp_logging_data, _set_ddp_runtime_logging_sample_rate": (
-        "bagua.watch knows what part of a step of DDP is exposed",
-        lambda: on_a_group(lambda _: see_ddp()),
-    ),
-    "torch.distributed._make_nccl_premul_sum": (
-        "bagua.distributed has ReduceOp.PREMUL_SUM",
-        multiply_before_adding,
-    ),
-    "distributed_c10d._get_default_store": (
-        "init_process_group meets the ranks of torch's group",
-        lambda: on_a_group(lambda _: torch_private.default_store()),
-    ),
-    "distributed_c10d._get_process_group_store": (
-        "from_torch_group meets the ranks of a group",
-        lambda: on_a_group(torch_private.store_of),
-    ),
-    "distributed_c10d._world.pg_map": (
-        "forked children do not destroy groups of torch",
-        lambda: on_a_group(lambda group: torch_private.all_groups().index(group)),
-    ),
-    "distributed_c10d._DistributedBackendOptions": ("registered backends are created", ask_for_a_backend),
-    "Backend._plugins": ("registered backends are found", find_plugin),
-    "the variable backend_config of torch": ("backend bagua refuses what torch would drop", see_what_is_requested),
-    "ProcessGroupGloo._Options, _devices, _timeout": ("backend bagua has a Gloo group inside", gloo),
-    "Backend._set_default_timeout": (
-        "set_timeout reaches the transports of backend bagua",
-        lambda: torch_private.set_default_timeout(gloo(), timedelta(seconds=1)),
-    ),
-    "Backend._set_sequence_number_for_group": (
-        "NCCL groups of backend bagua agree on a number",
-        lambda: torch_private.set_sequence_number(gloo()),
-    ),
-    "Backend._start_coalescing, _end_coalescing": ("messages through NCCL do not deadlock", coalesce),
-    "ProcessGroup._register_backend, _set_default_backend": (
-        "torch finds who serves a device in a group of backend bagua",
-        lambda: (dist.ProcessGroup._register_backend, dist.ProcessGroup._set_default_backend),
-    ),
-    "ProcessGroup.BackendType.GLOO, NCCL": (
-        "torch finds who serves a device in a group of backend bagua",
-        lambda: (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL),
-    ),
-    "Store.clone": ("groups talk to the store beside a thread that waits on it", lambda: dist.TCPStore.clone),
-    "Variable._execution_engine.queue_callback": ("steps end with the backward pass", end_a_pass),
-    "torch._C._current_graph_task_id": ("DDP on backend bagua raises our errors", number_a_pass),
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy": (
-        "torch.compile leaves the methods of backend bagua alone",
-        keep_from_compiling,
-    ),
-    "torch._C._will_engine_execute_node": ("averaging tells steps from other passes", foresee_gradients),
-    "DistributedDataParallel._active_ddp_module": ("with_bagua inside of it is refused", find_active_ddp),
-    "torch._foreach_*": ("optimizers and buckets", have_foreach_functions),
-    "Module._parameters, _buffers, _modules": ("parameters are found and replaced", have_parts_of_modules),
+#: Where each name is, and what goes wrong without it. The tests of that tell whether it still does the same.
+NAMES = {
+    "torch.autograd.profiler: _is_profiler_enabled": "calls are named where a profiler runs",
+    "torch.distributed: _Work": "backend bagua hands its works to C++",
+    "torch.distributed: _broadcast_coalesced": "bagua.watch counts the buffers of DDP",
+    "torch.distributed: _make_nccl_premul_sum": "bagua.distributed has ReduceOp.PREMUL_SUM",
+    "torch.nn.parallel: DistributedDataParallel._get_ddp_logging_data": "bagua.watch knows what of DDP is exposed",
+    "torch.nn.parallel: DistributedDataParallel._set_ddp_runtime_logging_sample_rate": "and asks for it",
+    "torch.nn.parallel: DistributedDataParallel._active_ddp_module": "with_bagua inside of it is refused",
+    "torch.distributed.distributed_c10d: _get_default_store": "init_process_group meets the ranks of torch's group",
+    "torch.distributed.distributed_c10d: _get_process_group_store": "from_torch_group meets the ranks of a group",
+    "torch.distributed.distributed_c10d: _world.pg_map": "forked children do not destroy groups of torch",
+    "torch.distributed.distributed_c10d: _DistributedBackendOptions": "registered backends are created",
+    "torch.distributed: Backend._plugins": "registered backends are found",
+    "torch.distributed: ProcessGroupGloo._Options._devices": "backend bagua has a Gloo group inside",
+    "torch.distributed: ProcessGroupGloo._Options._timeout": "backend bagua has a Gloo group inside",
+    "torch.distributed: ProcessGroupGloo._set_default_timeout": "set_timeout reaches the transports of backend bagua",
+    "torch.distributed: ProcessGroupGloo._set_sequence_number_for_group": "NCCL groups of backend bagua agree on it",
+    "torch.distributed: ProcessGroupGloo._start_coalescing": "messages through NCCL do not deadlock",
+    "torch.distributed: ProcessGroupGloo._end_coalescing": "messages through NCCL do not deadlock",
+    "torch.distributed: ProcessGroup._register_backend": "torch finds who serves a device in a group of backend bagua",
+    "torch.distributed: ProcessGroup._set_default_backend": "torch finds who serves it first",
+    "torch.distributed: ProcessGroup.BackendType.GLOO": "torch finds who serves the CPU",
+    "torch.distributed: ProcessGroup.BackendType.NCCL": "torch finds who serves CUDA",
+    "torch.distributed: TCPStore.clone": "groups talk to the store beside a thread that waits on it",
+    "torch.autograd: Variable._execution_engine.queue_callback": "steps end with the backward pass",
+    "torch._C: _current_graph_task_id": "DDP on backend bagua raises our errors",
+    "torch._C: _will_engine_execute_node": "averaging tells steps from other passes",
+    "torch._C._dynamo.eval_frame: set_code_exec_strategy": "torch.compile leaves the methods of backend bagua alone",
+    **{
+        f"torch: _foreach_{name}": "optimizers and buckets"
+        for name in ("add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp", "lerp_", "mul", "mul_", "norm")
+    },
+    **{f"torch: _foreach_{name}": "optimizers and buckets" for name in ("sqrt", "sqrt_", "zero_")},
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_torch_does_not_promise_is_there(name: str) -> None:
-    purpose, use = NAMES[name]
+    module, _, path = name.partition(": ")
     try:
-        use()
-    except Exception as error:
-        pytest.fail(f"{name} is not what it was in torch {torch.__version__} ({error!r}). Needed so that {purpose}.")
+        attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        pytest.fail(f"torch {torch.__version__} has no {name}. It was needed so that {NAMES[name]}.")
+
+
+def test_a_creator_of_a_backend_can_see_what_is_requested() -> None:
+    """Backend ``bagua`` refuses what torch would drop."""
+    assert "backend_config" in c10d._new_process_group_helper.__code__.co_varnames
+
+
+def test_seconds_of_ddp_are_known_when_a_step_was_sampled() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert ddp_seconds(module, 1) < 0
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+    assert ddp_seconds(module) >= 0
+
+
+def test_a_profiler_is_seen_while_it_runs() -> None:
+    assert profiling() is False
+    with torch.profiler.profile():
+        assert profiling() is True
+
+
+def test_members_of_a_backend_agree_on_a_number() -> None:
+    options = torch_private.gloo_options(timedelta(seconds=5), hosts=1, lazy=True)
+    torch_private.set_sequence_number(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options))
+
+
+def test_parts_of_a_module_have_their_names() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    assert {*module._parameters} == {"weight", "bias"}
+    assert "running_mean" in module._buffers
+    assert module._modules == {}
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
