@@ -5,6 +5,9 @@ The contract of transports lets a rank die in each kind of call. Here each rank 
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,8 +20,12 @@ from bagua.comm import Communicator, ReduceOp
 from bagua.errors import PeerLostError
 from bagua.parallel.data_parallel import DistributedDataParallel
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks, die
+from bagua.testing.ranks import this_rank
+from tests.comm.memory_ranks import KINDS, LARGE, agrees
+from tests.contract.exercises import communicator
 from tests.contract.failures import die_last, say, wait_until_said
 from tests.contract.transports import check_the_dead
+from tests.launching import free_port
 
 SIZE = 4
 #: Backend, and how many ranks believe to be on each host.
@@ -46,7 +53,7 @@ def calls_until_one_is_lost(comm: Communicator, numel: int = 3) -> PeerLostError
 
 
 def in_a_call(victim: int, numel: int) -> PeerLostError:
-    comm = bagua.comm.get_default_group().global_communicator
+    comm = communicator()
     comm.allreduce(torch.ones(numel))
     die_last(comm.rank == victim, SIZE - 1)
     return calls_until_one_is_lost(comm, numel)
@@ -54,13 +61,27 @@ def in_a_call(victim: int, numel: int) -> PeerLostError:
 
 def before_the_first_call(victim: int, call: str) -> PeerLostError:
     """Gloo may connect two ranks at their first call, and knows no deadline there (gloo#520)."""
-    comm = bagua.comm.get_default_group().global_communicator
+    comm = communicator()
     die_last(comm.rank == victim, SIZE - 1)
     if call == "allreduce":
         return calls_until_one_is_lost(comm)
     with pytest.raises(PeerLostError) as caught:
         comm.send(torch.ones(2), victim)
         comm.recv(torch.ones(2), victim)
+    return caught.value
+
+
+def at_any_time(victim: int) -> PeerLostError:
+    """It is killed while numbers of all sizes are on the way; what is complete before that is right."""
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == victim:
+        threading.Timer(0.03 * victim, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    with pytest.raises(PeerLostError) as caught:
+        while True:
+            for kind in KINDS:
+                for numel in (7, LARGE, 20 * LARGE):
+                    agrees(comm, kind, numel)
     return caught.value
 
 
@@ -92,7 +113,7 @@ def in_a_group(victim: int) -> PeerLostError | None:
 
 def while_one_is_busy(victim: int) -> PeerLostError:
     """Rank 1 comes when rank 0 has got its error already."""
-    comm = bagua.comm.get_default_group().global_communicator
+    comm = communicator()
     comm.barrier()
     die_last(comm.rank == victim, SIZE - 1)
     if comm.rank == 1:
@@ -123,6 +144,7 @@ class Moment(NamedTuple):
         arguments: more of its arguments.
         victims: ranks of which one dies at a time.
         hosts: only on these.
+        processes: whether ranks must be processes.
         told: ranks whose error is looked at; by default all that survive.
     """
 
@@ -130,12 +152,14 @@ class Moment(NamedTuple):
     arguments: tuple[object, ...] = ()
     victims: Sequence[int] = range(SIZE)
     hosts: Sequence[list[int]] = ([4], [2, 2], [1, 3])
+    processes: bool = False
     told: Sequence[int] = range(SIZE)
 
 
 MOMENTS = {
     "a small call": Moment(in_a_call, (3,)),
     "a large call": Moment(in_a_call, (300_000,)),
+    "any time": Moment(at_any_time, processes=True),
     **{f"a first {call}": Moment(before_the_first_call, (call,), [3], [[4]]) for call in ("allreduce", "send")},
     "a group": Moment(in_a_group, victims=[3], hosts=[[4]], told=[1, 2]),
     "while one is busy": Moment(while_one_is_busy, victims=[2], hosts=[[4]]),
@@ -144,15 +168,19 @@ MOMENTS = {
 }
 
 
-def case(backend: str, hosts: list[int], *more: str) -> object:
-    name = " ".join([backend, str(hosts), *more])
-    return pytest.param(backend, hosts, *more, marks=getattr(pytest.mark, backend), id=name)
+def case(backend: str, *more: object) -> object:
+    return pytest.param(backend, *more, marks=getattr(pytest.mark, backend), id=" ".join(map(str, [backend, *more])))
 
 
-@pytest.mark.parametrize(
-    ("backend", "hosts", "moment"),
-    [case(*place, name) for place in PLACES for name, moment in MOMENTS.items() if place[1] in moment.hosts],
-)
+CASES = [
+    case(backend, hosts, name)
+    for backend, hosts in PLACES
+    for name, moment in MOMENTS.items()
+    if hosts in moment.hosts and not (moment.processes and backend == "threads")
+]
+
+
+@pytest.mark.parametrize(("backend", "hosts", "moment"), CASES)
 def test_all_survivors_name_the_rank_that_died(backend: str, hosts: list[int], moment: str) -> None:
     when = MOMENTS[moment]
     for victim in when.victims:
@@ -160,6 +188,23 @@ def test_all_survivors_name_the_rank_that_died(backend: str, hosts: list[int], m
         for rank in {*when.told} - {victim}:
             assert outcomes[rank].error is None, outcomes[rank].trace
             check_the_dead(outcomes[rank].value, victim, rank)
+
+
+def after_the_host_of_the_store(port: int, backend: str) -> PeerLostError:
+    rank = this_rank.get().rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    bagua.comm.init_process_group(backend=backend, timeout=20.0)
+    communicator().barrier()
+    die_last(rank == 0, 2)
+    return calls_until_one_is_lost(communicator())
+
+
+@pytest.mark.parametrize("backend", [case("shm"), case("gloo")])
+def test_survivors_name_the_rank_that_hosted_their_store(backend: str) -> None:
+    outcomes = ProcessRanks(3, backend=None).outcomes(after_the_host_of_the_store, free_port(), backend, size=3)
+    for rank in (1, 2):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        check_the_dead(outcomes[rank].value, 0, rank)
 
 
 def abort_for_another_rank() -> str | None:

@@ -24,7 +24,7 @@ from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.keys import behind_token, bottom_of
 from bagua.comm.transports import checked as checked_module
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.checked import CheckedTransport
+from bagua.comm.transports.registry import CheckedTransport
 from bagua.comm.transports.contract import Membership, Transport
 from bagua.errors import BaguaError, CollectiveMismatchError, CollectiveTimeoutError
 from bagua.parallel.module import with_bagua

@@ -13,7 +13,7 @@ from bagua import env
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import exchange as memory_exchange
-from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm.reduction import copy_flat
 from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline, Notice, Step
 from bagua.comm.transports.memory.transport import MemoryTransport

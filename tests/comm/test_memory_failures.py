@@ -16,7 +16,7 @@ from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import peers as memory_peers
 from bagua.comm.transports.memory.line import Deadline, LineState, Step, Words
-from bagua.comm.transports.memory.messages import Messages
+from bagua.comm.transports.memory.transport import Messages
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.comm.transports.threads import RankKilled, ThreadPeers
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError

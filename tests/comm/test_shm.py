@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
 import bagua.comm
 from bagua.comm import Communicator
@@ -26,7 +25,7 @@ from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.testing.ranks import RankDiedError
-from tests.comm.memory_ranks import KINDS, LARGE, SMALL, agrees, all_kinds, ramp
+from tests.comm.memory_ranks import LARGE, SMALL, agrees, all_kinds, ramp
 
 pytestmark = pytest.mark.shm
 
@@ -297,33 +296,6 @@ def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
     assert straggler.barrier == 0, "the other rank left before that barrier, or never"
 
 
-def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int]:
-    """One rank is killed while all communicate; the survivors' results are right until then."""
-    comm = communicator()
-    dice = random.Random(seed)
-    victim, delay_s = dice.randrange(comm.size), dice.uniform(0.0, 0.05)
-    kinds = [(kind, dice.choice((7, LARGE, PIECES // 2))) for kind in KINDS]
-    dice.shuffle(kinds)
-    ends_at = bagua.comm.get_default_group().store
-    comm.barrier()
-    if comm.rank == victim:
-
-        def end() -> None:
-            time.sleep(delay_s)
-            ends_at.set("killed", str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=end, daemon=True).start()
-    try:
-        while True:
-            for kind, numel in kinds:
-                agrees(comm, kind, numel)
-    except BaguaError as error:
-        now = time.monotonic()
-        late_s = now - float(ends_at.get("killed"))
-        return type(error).__name__, getattr(error, "peers", ()), late_s, victim
-
-
 def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
     """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
     pids = communicator().allgather_object(os.getpid())
@@ -444,24 +416,6 @@ def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) 
         for step, (name, peers, seconds) in enumerate(survivor.value, start=1):
             assert (name, peers) == ("PeerLostError", (1,)), f"step {step}: {survivor}"
             assert seconds < 60.0, "the deadline is 90"
-
-
-#: Ranks that are killed one after the other.
-KILLS = 200 if settings.get_current_profile_name() == "thorough" else 16
-
-
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
-    outcomes = shm_pool.outcomes(lose_a_rank_at_any_time, seed, size=2 + seed % 2, timeout_s=90.0)
-    dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
-    assert len(dead) == 1, outcomes
-    for survivor in outcomes:
-        if survivor.rank in dead:
-            continue
-        assert survivor.error is None, survivor.trace
-        name, peers, late_s, victim = survivor.value
-        assert (name, peers) == ("PeerLostError", (victim,)), f"seed {seed}: {survivor}"
-        assert late_s < 60.0
 
 
 @pytest.mark.parametrize("at", range(1, 7))
