@@ -106,7 +106,15 @@ class MinMaxUInt8(SeededBlocks):
             kernels.decode(codes, *numbers.unbind(1), out, self.block_numel, add=add, limit=largest)
         else:
             limit = _limit(numbers, metadata.dtype)
-            _decode_pieces(self._pieces(out, numbers, codes), add=add, limit=limit)
+            for rows, own, coded in self._pieces(out, numbers, codes):
+                first, step = own.unbind(1)
+                direct = rows.dtype == own.dtype and not add
+                values = rows.copy_(coded) if direct else coded.to(own.dtype)
+                values.mul_(step).add_(first)
+                if limit is not None:
+                    values.clamp_(-limit, limit)
+                if not direct:
+                    store(values, rows, add)
 
 
 @functools.cache
@@ -117,10 +125,6 @@ def _kernels(device_type: str) -> Any:
     return importlib.import_module("bagua.compression.minmax_kernels")
 
 
-def _exact(dtype: torch.dtype) -> _Exact:
-    return _DOUBLE if dtype == torch.float64 else _SINGLE
-
-
 def _steps(*, stochastic: bool) -> int:
     """Steps in the range of a block. Rounding up and down at the lower end takes one more than rounding to nearest."""
     return 254 if stochastic else 255
@@ -129,7 +133,7 @@ def _steps(*, stochastic: bool) -> int:
 def _encode_pieces(
     pieces: Sequence[tuple[torch.Tensor, ...]], numbers: torch.Tensor, dtype: torch.dtype, seed: int | None
 ) -> None:
-    exact = _exact(dtype)
+    exact = _DOUBLE if dtype == torch.float64 else _SINGLE
     # While a piece is in the cache, its other extreme comes nearly for free.
     extremes = [(rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)) for rows, _, _ in pieces]
     low, high = (torch.cat(values) for values in zip(*extremes, strict=True))
@@ -183,15 +187,3 @@ def _limit(numbers: torch.Tensor, dtype: torch.dtype) -> float | None:
         reach = torch.maximum(first.abs(), (step * 255).add_(first).abs_())
         return largest if (reach > largest).any() else None
     return largest
-
-
-def _decode_pieces(pieces: Sequence[tuple[torch.Tensor, ...]], *, add: bool, limit: float | None) -> None:
-    for rows, numbers, codes in pieces:
-        first, step = numbers.unbind(1)
-        direct = rows.dtype == numbers.dtype and not add
-        values = rows.copy_(codes) if direct else codes.to(numbers.dtype)
-        values.mul_(step).add_(first)
-        if limit is not None:
-            values.clamp_(-limit, limit)
-        if not direct:
-            store(values, rows, add)

@@ -45,7 +45,13 @@ class TogetherOptimizer(GroupOptimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in with_gradient:
-            _refuse_unless_dense_and_real(parameter.grad)
+            if parameter.grad.layout is not torch.strided or parameter.grad.is_complex():
+                raise ConfigurationError(
+                    "this optimizer cannot use this gradient",
+                    argument="params",
+                    expected="parameters with dense, real gradients",
+                    seen=f"{parameter.grad.dtype}, {parameter.grad.layout}",
+                )
         by_step: dict[int, list[torch.Tensor]] = {}  # Usually the step is the same for all.
         for parameter in with_gradient:
             self._prepare(parameter)
@@ -68,16 +74,6 @@ class TogetherOptimizer(GroupOptimizer):
             step: number of the step that they take, from 1.
             parameters: parameters that take it.
         """
-
-
-def _refuse_unless_dense_and_real(gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided or gradient.is_complex():
-        raise ConfigurationError(
-            "this optimizer cannot use this gradient",
-            argument="params",
-            expected="parameters with dense, real gradients",
-            seen=f"{gradient.dtype}, {gradient.layout}",
-        )
 
 
 def check_not_negative(**numbers: float | torch.Tensor) -> None:

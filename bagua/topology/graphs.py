@@ -329,7 +329,7 @@ def create(name: str | Topology, argument: str = "topology") -> Topology:
     if isinstance(name, Topology):
         return name
     check_kind(str, "the name of a topology, or a Topology", **{argument: name})
-    key = _normal(name)
+    key = str(name).strip().lower().replace("-", "_")
     if key.startswith(HIERARCHICAL):
         return Hierarchical(create(key.removeprefix(HIERARCHICAL), argument))
     factory = _TOPOLOGIES.get(_ALIASES.get(key, key))
@@ -347,7 +347,3 @@ def create(name: str | Topology, argument: str = "topology") -> Topology:
 def available() -> Iterator[str]:
     """All names, in alphabetical order."""
     return iter(sorted(_TOPOLOGIES))
-
-
-def _normal(name: object) -> str:
-    return str(name).strip().lower().replace("-", "_")
