@@ -7,13 +7,8 @@ the algorithms, and say by how much its processor is slower than when it was mea
 
 ``python -m benchmarks.prediction --hosts 2 --links 100mbit 1gbit 50mbit,20ms``
 
-The whole grid has 16 pieces, a number of hosts and a link each. A cell that is in the file is not measured again:
-
-``for n in $(seq 16); do python -m benchmarks.prediction --grid --pieces 1 --json cells.json --facts facts.json; done``
-
-``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured. With ``--facts facts.json``,
-each cell is predicted again from what that file keeps. What it lacks is measured first; ``--prepare N`` does only that,
-for N networks of the grid.
+The whole grid is ``--grid --json cells.json``. A cell that is in the file is not measured again, so a run that was cut
+off goes on. ``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured.
 
 Of all 99 cells, with 2 and 4 hosts, with and without a delay of 20 ms, half are within 3.6 %, and 93 % within 15 %
 (2026-11-24). Cells in which other processes had more than 5 % of the cores, or the switch was late, do not count. Those
@@ -42,7 +37,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bagua.advise import Advice, Cluster, ModelFacts, Prediction, Rehearsal, measure_model, predict, rehearse
+from bagua.advise import (
+    Advice,
+    CallFacts,
+    Cluster,
+    MachineFacts,
+    Message,
+    ModelFacts,
+    Prediction,
+    Rehearsal,
+    measure_model,
+    predict,
+    rehearse,
+)
 from bagua.advise.probe import ALONE, Others
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
@@ -50,8 +57,7 @@ from bagua.cli.lab.switch import SwitchReport
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group
 from bagua.link import LinkSettings, parse_link
-from benchmarks.grounds import Ground, Grounds
-from benchmarks.lab_calls import lab_cluster, probe_lab
+from benchmarks.lab_calls import lab_cluster, probe_lab, probe_link
 from benchmarks.network.contenders import Prepared, read_options
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Place, limit_together, report, warm_up
@@ -124,6 +130,49 @@ class Cell:
     def counts(self) -> bool:
         """Whether the lab could carry what was sent, and had the machine for itself."""
         return self.late <= CARRIED and self.others <= ALONE
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What predictions for one number of hosts are made from; none of it depends on what is compared with it.
+
+    Args:
+        facts: the model.
+        rehearsals: rehearsals of all contenders.
+        machine: what calls cost without a network.
+    """
+
+    facts: ModelFacts
+    rehearsals: tuple[Rehearsal, ...]
+    machine: MachineFacts
+
+    def at_pace(self, factor: float) -> "Ground":
+        """The same on a machine that takes ``factor`` times as long for what its processor does."""
+        facts = replace(
+            self.facts,
+            parameters=tuple(replace(one, arrival_s=one.arrival_s * factor) for one in self.facts.parameters),
+            steps_s=tuple(step * factor for step in self.facts.steps_s),
+        )
+        rehearsals = tuple(_at_pace(one, factor) for one in self.rehearsals)
+        calls = tuple(
+            replace(
+                one,
+                message_s=one.message_s * factor,
+                points=tuple((sent, seconds * factor) for sent, seconds in one.points),
+            )
+            for one in self.machine.calls
+        )
+        seconds = ("message_s", "byte_s", "local_message_s", "local_byte_s")
+        machine = replace(self.machine, calls=calls, **{name: getattr(self.machine, name) * factor for name in seconds})
+        return Ground(facts, rehearsals, machine)
+
+
+def _at_pace(rehearsal: Rehearsal, factor: float) -> Rehearsal:
+    runs = (
+        replace(run, items=tuple(item if isinstance(item, Message) else item * factor for item in run.items))
+        for run in rehearsal.runs
+    )
+    return replace(rehearsal, runs=tuple(runs), extra_s=rehearsal.extra_s * factor)
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
@@ -199,21 +248,18 @@ def task_of(options: argparse.Namespace) -> PerceptronTask:
     return PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
 
 
-def grounds_of(options: argparse.Namespace) -> Grounds:
-    """What predictions are made from."""
-
-    def measure_ground(hosts: int) -> Ground:
-        facts, rehearsals = run_ranks(find_out, hosts, (task_of(options), hosts, options.contenders))[0]
-        machine = probe_lab(hosts)
-        print(f"{hosts} hosts: step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
-        return Ground(facts, tuple(rehearsals), machine)
-
-    return Grounds(options.facts, measure_ground)
+def ground_of(hosts: int, options: argparse.Namespace) -> Ground:
+    """What predictions for so many hosts are made from."""
+    facts, rehearsals = run_ranks(find_out, hosts, (task_of(options), hosts, options.contenders))[0]
+    machine = probe_lab(hosts)
+    print(f"{hosts} hosts: step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
+    return Ground(facts, tuple(rehearsals), machine)
 
 
-def predictions(hosts: int, link: LinkSettings, grounds: Grounds, pace: float = 1.0) -> dict[str, Prediction]:
+def predictions(
+    hosts: int, link: LinkSettings, ground: Ground, calls: tuple[CallFacts, ...], pace: float = 1.0
+) -> dict[str, Prediction]:
     """Predictions of all contenders, by name."""
-    ground, calls = grounds.of(hosts, link)
     cluster, ground = lab_cluster(hosts, 1, link, calls), ground.at_pace(pace)
     return {one.name: predict(one, ground.facts, cluster, ground.machine) for one in ground.rehearsals}
 
@@ -224,12 +270,12 @@ def plain_step_s(ground: Ground, hosts: int) -> float:
 
 
 def cells_of(
-    hosts: int, link: LinkSettings, options: argparse.Namespace, grounds: Grounds, contenders: Sequence[str]
+    hosts: int, link: LinkSettings, options: argparse.Namespace, ground: Ground, contenders: Sequence[str]
 ) -> Iterator[list[Cell]]:
     """Predict first, and measure then: all together, or one by one behind a switch."""
     task = task_of(options)
-    expected = predictions(hosts, link, grounds)
-    ground, _ = grounds.of(hosts, link)
+    on_link = probe_link(hosts, link)
+    expected = predictions(hosts, link, ground, on_link)
     calls = {
         one.name: steps_of_turn(one, expected[one.name].step_s) for one in ground.rehearsals if one.name in contenders
     }
@@ -240,7 +286,7 @@ def cells_of(
             hosts, link, task, {PLAIN: round(TURN_S / ground.facts.step_s), **some}, options.rounds
         )
         share, pace = others.share(), measured.pop(PLAIN) / plain_step_s(ground, hosts)
-        predicted = predictions(hosts, link, grounds, pace)
+        predicted = predictions(hosts, link, ground, on_link, pace)
         yield [
             Cell(
                 name, hosts, str(link), predicted[name].step_s, seconds, late, share, predicted[name].keeps_equal, pace
@@ -249,32 +295,15 @@ def cells_of(
         ]
 
 
-def predicted_again(cells: Sequence[Cell], grounds: Grounds) -> list[Cell]:
-    """The same measured times, beside predictions of today's model."""
-    found: list[Cell] = []
-    for (hosts, link), group in groups_of(cells).items():
-        anew = {pace: predictions(hosts, parse_link(link), grounds, pace) for pace in {cell.pace for cell in group}}
-        found += [replace(cell, predicted_s=anew[cell.pace][cell.contender].step_s) for cell in group]
-    return found
-
-
-def prepare(options: argparse.Namespace, grounds: Grounds) -> None:
-    """Measure what is missing in the file of facts, for so many networks of the grid."""
-    missing = [(hosts, link) for hosts, link in GRID if not grounds.has(hosts, link)]
-    for hosts, link in missing[: options.prepare]:
-        grounds.of(hosts, link)
-        print(f"{hosts} hosts, {link}: measured", flush=True)
-
-
-def pieces(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings, list[str]]]:
-    """What is to be measured now: hosts, link, and contenders whose cell is not there."""
+def missing(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings, list[str]]]:
+    """What is to be measured: hosts, link, and contenders whose cell is not there."""
     wanted = GRID if options.grid else [(options.hosts, link) for link in options.links]
     there = {(cell.hosts, cell.link, cell.contender) for cell in known}
-    missing = [
+    found = [
         (hosts, link, [one for one in options.contenders if (hosts, str(link), one) not in there])
         for hosts, link in wanted
     ]
-    return [one for one in missing if one[2]][: options.pieces]
+    return [one for one in found if one[2]]
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[tuple[int, str], list[Cell]]:
@@ -354,19 +383,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=int, default=2, metavar="N", help="default 2")
     add("--links", type=parse_link, nargs="+", default=[parse_link("100mbit")], metavar="LINK", help="as 50mbit,20ms")
     add("--grid", action="store_true", help="2 and 4 hosts, 10 Mbit/s to 10 Gbit/s, without and with 20 ms")
-    add("--pieces", type=int, metavar="N", help="measure so many links that are not in the file, and end")
     add("--contenders", nargs="+", default=list(CONTENDERS), metavar="WHO", help="ddp, and names of algorithms")
     add("--hidden", type=int, default=512, metavar="N", help="width of the perceptron")
     add("--batch", type=int, default=64, metavar="N", help="rows in a batch")
     add("--rounds", type=int, default=3, metavar="N", help="turns of everyone")
     add("--json", type=Path, metavar="FILE", help="write cells to this file, after those that are there")
-    add(
-        "--facts",
-        type=Path,
-        metavar="FILE",
-        help="keep what predictions are made from in this file, and use what is there",
-    )
-    add("--prepare", type=int, metavar="N", help="measure what N networks of the grid lack in --facts, and end")
     add("--read", type=Path, metavar="FILE", help="measure nothing; show what was written before")
     return parser
 
@@ -374,16 +395,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, predict, and print all cells; 3 where there cannot be a lab."""
     options = make_parser().parse_args(arguments)
-    cells, grounds = cells_in(options.read or options.json), grounds_of(options)
+    cells = cells_in(options.read or options.json)
     try:
-        if options.prepare:
-            prepare(options, grounds)
-        elif not options.read:
-            for found in new_cells(options, cells, grounds):
-                print(tables(found), flush=True)
-                cells += found
-        elif options.facts:
-            cells = predicted_again(cells, grounds)
+        for found in [] if options.read else new_cells(options, cells):
+            print(tables(found), flush=True)
+            cells += found
     except LabUnavailableError as error:
         print(error, file=sys.stderr)
         return NOT_AVAILABLE
@@ -391,10 +407,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def new_cells(options: argparse.Namespace, known: Sequence[Cell], grounds: Grounds) -> Iterator[list[Cell]]:
+def new_cells(options: argparse.Namespace, known: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Cells of one network after the other, written as soon as they are there."""
-    for hosts, link, contenders in pieces(options, known):
-        for found in cells_of(hosts, link, options, grounds, contenders):
+    grounds: dict[int, Ground] = {}
+    for hosts, link, contenders in missing(options, known):
+        ground = grounds[hosts] = grounds.get(hosts) or ground_of(hosts, options)
+        for found in cells_of(hosts, link, options, ground, contenders):
             add_to(options.json, found)
             yield found
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
+from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, ParameterFacts, Rehearsal, Run
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 from benchmarks import convergence, paired, prediction
 from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines, with_recipe
-from benchmarks.grounds import Ground, Grounds
 from benchmarks.lab_calls import lab_cluster
 from benchmarks.network.contenders import find_maker
 from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
@@ -22,10 +21,11 @@ from benchmarks.prediction import (
     CONTENDERS,
     GRID,
     Cell,
+    Ground,
     add_to,
     main,
     make_parser,
-    pieces,
+    missing,
     plain_step_s,
     summary,
     tables,
@@ -204,37 +204,6 @@ def test_the_named_algorithm_is_held_against_the_best() -> None:
     assert "4 hosts, 10gbit: ddp, 1.20 of the best" in said
 
 
-def test_old_cells_are_predicted_again_from_what_was_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
-    ground = Ground(
-        ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1, 0.1)),
-        (
-            Rehearsal(
-                "ddp",
-                ((Moment("arrival"), Moment("start"), Moment("wait"), Moment("stepped")),),
-                (Run((0.0, Message("allreduce", 1e6, 2, 2), 0.0)),),
-            ),
-        ),
-        MachineFacts(message_s=0.0, byte_s=0.0, cores=2, calls=(CallFacts("allreduce", 0.0, ((1e6, 1e-9),)),)),
-    )
-    file, cells = tmp_path / "facts.json", tmp_path / "cells.json"
-    link = parse_link("100mbit,1ms")
-    Grounds(file, lambda _: ground, lambda *_: calls).of(2, link)
-    kept = Grounds(file, refuse, refuse)
-    assert kept.of(2, link) == (ground, calls)
-    assert kept.has(2, link)
-    assert not kept.has(4, link)
-    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.604)])
-    assert main(["--read", str(cells), "--facts", str(file)]) == 0
-    # 0.1 s of computing, and the call: 0.5 s that 1 MB took on the link, and four delays of two messages.
-    assert "| `ddp` | 604.0 / 604.0 ms" in capsys.readouterr().out
-    cells.unlink()
-    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.704, pace=2.0)])
-    assert main(["--read", str(cells), "--facts", str(file)]) == 0
-    # A machine that is half as fast computes for twice as long, and its links are the same.
-    assert "| `ddp` | 704.0 / 704.0 ms" in capsys.readouterr().out
-
-
 def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
     facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
     assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
@@ -246,7 +215,7 @@ def test_a_pace_changes_all_that_a_processor_does() -> None:
     run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
     calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
     machine = MachineFacts(message_s=1.0, byte_s=0.5, local_message_s=3.0, local_byte_s=4.0, calls=calls)
-    ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine, {"x": calls})
+    ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine)
     slower = ground.at_pace(2.0)
     assert slower.facts.steps_s == (0.2,)
     assert slower.facts.parameters[0].arrival_s == 0.1
@@ -255,22 +224,18 @@ def test_a_pace_changes_all_that_a_processor_does() -> None:
     assert (slower.machine.message_s, slower.machine.byte_s) == (2.0, 1.0)
     assert (slower.machine.local_message_s, slower.machine.local_byte_s) == (6.0, 8.0)
     assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
-    assert slower.links == ground.links
-
-
-def refuse(*_: object) -> Ground:
-    raise AssertionError("it was measured before")
 
 
 def test_the_grid_goes_on_where_it_ended() -> None:
-    options = make_parser().parse_args(["--grid", "--pieces", "2"])
+    options = make_parser().parse_args(["--grid"])
     known = [Cell(who, hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3] for who in CONTENDERS]
     assert len(GRID) == 16
     # Of the third network, the last algorithm is missing.
-    assert pieces(options, known[:-1]) == [(*GRID[2], [CONTENDERS[-1]]), (*GRID[3], list(CONTENDERS))]
-    assert pieces(make_parser().parse_args(["--grid"]), []) == [(*one, list(CONTENDERS)) for one in GRID]
+    whole = [(*one, list(CONTENDERS)) for one in GRID]
+    assert missing(options, []) == whole
+    assert missing(options, known[:-1]) == [(*GRID[2], [CONTENDERS[-1]]), *whole[3:]]
     some = make_parser().parse_args(["--grid", "--contenders", "ddp", "power_sgd"])
-    assert pieces(some, known)[0] == (*GRID[3], ["ddp", "power_sgd"])
+    assert missing(some, known)[0] == (*GRID[3], ["ddp", "power_sgd"])
 
 
 def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
