@@ -14,17 +14,15 @@ from bagua.comm import functional
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.functional import *
-from bagua.comm.group import ProcessGroup, solo_group
-from bagua.comm.non_member import NON_MEMBER, NonMember
-from bagua.comm.records.statistics import KindStatistics
+from bagua.comm.group import NON_MEMBER, NonMember, ProcessGroup, solo_group
+from bagua.comm.records.recorder import KindStatistics
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.startup import default_group
 from bagua.comm.startup.adoption import Group
 from bagua.comm.startup.default_group import *
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.torch_backend.creation import create_torch_group
-from bagua.comm.torch_backend.reconfiguration import ReconfigureOptions
-from bagua.comm.torch_backend.starter import TorchBackendOptions
+from bagua.comm.torch_backend.starter import ReconfigureOptions, TorchBackendOptions
 from bagua.comm.transports.contract import DONE, Handle, Membership, Transport
 from bagua.comm.transports.registry import register_transport
 from bagua.comm.work import Work
@@ -37,8 +35,8 @@ from torch.distributed import is_backend_available, is_gloo_available, is_mpi_av
 from torch.distributed import is_torchelastic_launched, is_ucc_available, is_xccl_available
 from torch.distributed.constants import default_pg_timeout
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.lifetime.closer import Wake, close_with
-from bagua.comm.lifetime.closing import uncaught_error
+from bagua.comm.lifetime.background import Wake, close_with
+from bagua.comm.startup.default_group import uncaught_error
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.long_wait import LongWait
 from bagua.comm.objects import as_bytes, decode, encoded_later
@@ -50,22 +48,22 @@ from bagua.comm.reduction import divide
 from bagua.comm.startup.adoption import *
 from bagua.comm.startup.default_group import become_rank
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S
-from bagua.comm.startup.rehearsal import rehearsal_group
-from bagua.comm.startup.seats import group_of_seats
+from bagua.comm.startup.formation import rehearsal_group
+from bagua.comm.startup.formation import group_of_seats
 from bagua.comm.store.asking import consult, gather_values
-from bagua.comm.store.beats import Beats, connect_beats
+from bagua.comm.store.asking import Beats, connect_beats
 from bagua.comm.store.bucket import ObjectBucket, bucket_of, open_bucket
-from bagua.comm.store.cells import Cells
+from bagua.comm.store.keys import Cells
 from bagua.comm.store.serving import close_store, connect_store, meet_at, open_store, serve_store, serve_store_at
 from bagua.comm.store.serving import thread_store
 from bagua.comm.torch_backend.creation import create_requested_group, install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
 from bagua.comm.torch_calls import TorchCalls
-from bagua.comm.torch_forms.lists import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors
-from bagua.comm.torch_forms.lists import is_scaled, reduce_scatter_tensors, scale, scaled, scatter_tensors
-from bagua.comm.torch_forms.tagged import mail_of
+from bagua.comm.torch_forms import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors
+from bagua.comm.torch_forms import is_scaled, reduce_scatter_tensors, scale, scaled, scatter_tensors
+from bagua.comm.torch_forms import mail_of
 from bagua.comm.torch_private import make_premul_sum
-from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm.reduction import copy_flat
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault
 from bagua.comm.work import followed

@@ -11,8 +11,7 @@ from torch.distributed import Store
 from bagua.comm import composed
 from bagua.comm.operands import BOOL_AS_BYTES, Intake, apart, check_counts, check_rank, readable, reduction_name
 from bagua.comm.pipeline import CallPipeline, Timeout
-from bagua.comm.records.recorder import Recorder
-from bagua.comm.records.statistics import KindStatistics
+from bagua.comm.records.recorder import KindStatistics, Recorder
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.contract import Transport
 from bagua.comm.work import Work

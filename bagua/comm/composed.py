@@ -11,8 +11,7 @@ import torch
 from bagua.comm.objects import decode, encode, encode_failure
 from bagua.comm.operands import check_rank, reduction_name
 from bagua.comm.pipeline import Timeout
-from bagua.comm.reduction import ReduceOp
-from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.comm.reduction import ReduceOp, copy_pieces
 from bagua.comm.work import Steps, Work, joined
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 

@@ -7,23 +7,83 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from bagua.comm.communicator import Communicator
-from bagua.comm.lifetime.closing import run_all
-from bagua.comm.lifetime.forks import family, forked_error, leak
+from bagua.comm.lifetime.forks import family, forked_error, leak, run_all
 from bagua.comm.long_wait import Activity
-from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
 from bagua.comm.records.deadlock import Deadlocks
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
-from bagua.comm.store.bounded import connection_to
+from bagua.comm.store.keys import connection_to
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 from bagua.topology import ranks_by_node
+
+
+class NonMember:
+    """Stands for a group, or a communicator, of other ranks. There is one: ``NON_MEMBER``.
+
+    Every call on it returns None at once and leaves its tensors as they are. It is false in a condition,
+    its rank and size are -1, its communicators are itself. It is not None, which means all ranks.
+
+    Example:
+        >>> import torch
+        >>> tensor = torch.ones(2)
+        >>> NON_MEMBER.allreduce(tensor)
+        >>> tensor, bool(NON_MEMBER), NON_MEMBER.rank
+        (tensor([1., 1.]), False, -1)
+    """
+
+    rank = -1
+    size = -1
+    ranks: tuple[int, ...] = ()
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return "NON_MEMBER"
+
+    def __reduce__(self) -> str:
+        return "NON_MEMBER"
+
+    @property
+    def global_communicator(self) -> NonMember:
+        """Itself."""
+        return self
+
+    intra_node_communicator = inter_node_communicator = global_communicator
+
+    def subgroup(self, *_: Any, **__: Any) -> NonMember:
+        """Itself: a group of other ranks has no part for this one."""
+        return self
+
+    duplicate = subgroup
+    get_global_communicator = get_intra_node_communicator = get_inter_node_communicator = subgroup
+
+    def ignore(self, *_: Any, **__: Any) -> None:
+        """Return None at once: the call is that of other ranks."""
+
+    allreduce = reduce = broadcast = allreduce_coalesced = broadcast_coalesced = ignore
+    allgather = gather = scatter = reduce_scatter = alltoall = alltoall_v = ignore
+    send = recv = recv_any = sendrecv = barrier = ignore
+    broadcast_object = allgather_object = gather_object = scatter_object = ignore
+    send_object = recv_object = ignore
+    abort = close = ignore
+
+
+NON_MEMBER = NonMember()
+
+
+def is_non_member(group: object) -> bool:
+    """Whether ``group`` says that this rank does not belong to it: ours, or torch's sentinel."""
+    theirs: object = dist.GroupMember.NON_GROUP_MEMBER
+    return group is NON_MEMBER or (type(group) is type(theirs) and group == theirs)
 
 
 class ProcessGroup:

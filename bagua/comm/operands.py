@@ -11,8 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from bagua.comm.reduction import OPERATIONS, ReduceOp
-from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.comm.reduction import OPERATIONS, ReduceOp, copy_pieces
 from bagua.errors import ConfigurationError, InvalidRankError, InvalidReduceOpError, InvalidTensorError
 
 _STRIDED = torch.strided

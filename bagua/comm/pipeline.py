@@ -13,8 +13,8 @@ from typing import Any, TypedDict
 import torch
 
 from bagua.comm.call import COLLECTIVES, KINDS, POINT_TO_POINT, Call
+from bagua.comm.lifetime.background import Turns
 from bagua.comm.lifetime.forks import family, forked_error
-from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import CallRecord, Place, Recorder, Statistics, observers
 from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Data, Handle, Transport

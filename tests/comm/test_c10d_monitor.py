@@ -18,7 +18,7 @@ from bagua.comm.transports.c10d import torch_transport as c10d
 from bagua.comm.transports.c10d.groups import BackendGroup, NcclGroup
 from bagua.comm.transports.c10d.handles import Monitor, StreamWatch
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.failure.finder import Cause
+from bagua.comm.transports.failure import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import membership
 from tests.harness import until

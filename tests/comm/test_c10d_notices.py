@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore
 
+from bagua.comm.transports import failure as c10d_notices
 from bagua.comm.transports.contract import Membership
-from bagua.comm.transports.failure import notices as c10d_notices
-from bagua.comm.transports.failure.finder import FailureFinder, ended_error, lost_error
-from bagua.comm.transports.failure.finder import Cause, Findings, Mailbox
+from bagua.comm.transports.failure import Cause, FailureFinder, Findings, Mailbox, ended_error, lost_error
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,

@@ -18,13 +18,13 @@ from torch.distributed import HashStore, distributed_c10d
 from bagua.comm import Communicator, Membership, Place, ReduceOp, thread_store
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.group import solo_group
-from bagua.comm.lifetime import turns
+from bagua.comm.lifetime import background as turns
 from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.recorder import Statistics
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.comm.torch_backend.starter import CallStarter
 from bagua.comm.transports.contract import DONE, Handle, Transport
-from bagua.comm.transports.shm import peers as shm_peers
+from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.attach import Attached, Peer
 from bagua.comm.transports.shm.memory import create_memory
 from bagua.comm.transports.shm.transport import ShmTransport, shm_refusal

@@ -22,10 +22,10 @@ from bagua.comm.long_wait import Activity
 from bagua.comm.records.deadlock import AwaitedCall, Deadlocks, Standstill, stuck
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.keys import behind_token, bottom_of
-from bagua.comm.transports import checked as checked_module
+from bagua.comm.transports import registry as checked_module
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.registry import CheckedTransport
 from bagua.comm.transports.contract import Membership, Transport
+from bagua.comm.transports.registry import CheckedTransport
 from bagua.errors import BaguaError, CollectiveMismatchError, CollectiveTimeoutError
 from bagua.parallel.module import with_bagua
 from tests.comm.memory_ranks import run_on_gloo, values

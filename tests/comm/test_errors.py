@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from bagua import env, errors
-from bagua.comm.lifetime.closing import own_traceback, report_uncaught, uncaught_error
 from bagua.comm.startup import formation
-from bagua.comm.startup.default_group import WorldHolder
+from bagua.comm.startup.default_group import WorldHolder, own_traceback, report_uncaught, uncaught_error
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

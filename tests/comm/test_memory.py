@@ -12,12 +12,12 @@ import torch
 from bagua import env
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.transports.memory import exchange as memory_exchange
 from bagua.comm.reduction import copy_flat
+from bagua.comm.transports.memory import exchange as memory_exchange
 from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline, Notice, Step
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.comm.transports.shm import peers as shm_peers
+from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import RankKilled, ThreadsTransport
 from bagua.errors import (

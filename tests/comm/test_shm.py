@@ -20,7 +20,7 @@ import torch
 import bagua.comm
 from bagua.comm import Communicator
 from bagua.comm.transports.memory.line import LineState, Step, Words
-from bagua.comm.transports.shm import segments as shm_segments
+from bagua.comm.transports.shm import memory as shm_segments
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, CollectiveMismatchError

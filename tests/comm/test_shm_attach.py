@@ -25,7 +25,7 @@ from bagua.comm.startup import choice
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.comm.transports import registry as backends
 from bagua.comm.transports.shm import attach as shm_attach
-from bagua.comm.transports.shm import segments as shm_segments
+from bagua.comm.transports.shm import memory as shm_segments
 from bagua.comm.transports.shm.transport import shm_refusal
 from bagua.errors import BaguaError, TransportUnavailableError
 from bagua.testing import ProcessRanks, die

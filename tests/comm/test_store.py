@@ -20,16 +20,14 @@ from torch.distributed import PrefixStore
 
 import bagua.comm
 from bagua.comm import PhaseDeadline, group_of_seats
-from bagua.comm.startup import seats
+from bagua.comm import torch_forms as tagged
+from bagua.comm.startup import formation as seats
 from bagua.comm.startup.formation import fresh
-from bagua.comm.store import bounded
-from bagua.comm.store.asking import consult, gather_values
-from bagua.comm.store.beats import Beats, connect_beats
-from bagua.comm.store.etcd import EtcdStore
-from bagua.comm.store.serving import connect_store, serve_store, thread_store
-from bagua.comm.torch_forms import tagged
+from bagua.comm.store import keys as bounded
+from bagua.comm.store.asking import Beats, connect_beats, consult, gather_values
+from bagua.comm.store.serving import EtcdStore, connect_store, serve_store, thread_store
 from bagua.comm.transports.contract import Membership
-from bagua.comm.transports.failure.finder import FailureFinder
+from bagua.comm.transports.failure import FailureFinder
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bagua.comm.lifetime.background import BackgroundThread, bounded
-from bagua.comm.lifetime.closer import Wake
+from bagua.comm.lifetime.background import BackgroundThread, Wake, bounded
 from bagua.comm.transports.contract import DONE
 from bagua.comm.work import Composite, Work, joined
 from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError

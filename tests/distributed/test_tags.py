@@ -5,7 +5,7 @@ import torch
 
 import bagua.comm
 import bagua.distributed as dist
-from bagua.comm.torch_forms import tagged
+from bagua.comm import torch_forms as tagged
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

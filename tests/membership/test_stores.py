@@ -16,10 +16,9 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
 from bagua.comm import Cells, group_of_seats, open_store, serve_store_at
-from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.bucket import ObjectBucket, bucket_of, cell_name
-from bagua.comm.store.etcd import EtcdStore
-from bagua.comm.store.polled import PolledStore
+from bagua.comm.store.keys import BoundedStore, PolledStore
+from bagua.comm.store.serving import EtcdStore
 from bagua.errors import ConfigurationError, StoreLostError
 from bagua.membership.state import Deadlines
 from tests.harness import in_threads

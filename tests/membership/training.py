@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
 from bagua.comm import get_default_group
-from bagua.comm.store.polled import PolledStore
+from bagua.comm.store.keys import PolledStore
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled, Step, inject_fault
 from bagua.membership import Islands

@@ -11,8 +11,7 @@ import torch
 import bagua.comm
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
 from bagua.comm.records import recorder as records
-from bagua.comm.records.recorder import LATEST_LENGTH, Statistics
-from bagua.comm.records.statistics import KindStatistics
+from bagua.comm.records.recorder import LATEST_LENGTH, KindStatistics, Statistics
 from bagua.errors import CommunicationError
 from tests.harness import until
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import bagua.comm
 from bagua.cli import main, top
-from bagua.comm.store.beats import Beats
+from bagua.comm.store.asking import Beats
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.observe import watch as watch_module
 from bagua.testing import ThreadRanks

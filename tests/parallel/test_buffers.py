@@ -11,7 +11,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm, LocalSGDAlgorithm
-from bagua.comm.transports.shm.segments import find
+from bagua.comm.transports.shm.memory import find
 from bagua.parallel import allreduce_parameters, with_bagua
 from tests.harness import State, assert_same_on_all_ranks, live_bytes, live_tensors, mlp, seeded
 from tests.parallel.wrapping import WRAPS, Loop

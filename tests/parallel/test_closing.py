@@ -17,7 +17,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import registry
-from bagua.comm.lifetime.closer import _Closer, _closer
+from bagua.comm.lifetime.background import _Closer, _closer
 from bagua.errors import PeerLostError
 from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel

@@ -12,8 +12,8 @@ import torch
 
 import bagua.distributed as dist
 from bagua.comm import NON_MEMBER, ReduceOp
+from bagua.comm import torch_forms as lists
 from bagua.comm.startup.adoption import communicator_of
-from bagua.comm.torch_forms import lists
 from bagua.distributed import collectives, point_to_point
 from tests.contract.exercises import CallSetting, Exercise, several, started
 from tests.programs.mutants import Mutant, around, patched

@@ -10,7 +10,7 @@ import torch
 
 from bagua.comm import Communicator, communicator, composed, group, operands, reduction
 from bagua.comm.call import Call
-from bagua.comm.non_member import NonMember
+from bagua.comm.group import NonMember
 from bagua.comm.operands import Intake
 from bagua.comm.transports import registry
 from bagua.comm.transports.contract import DONE, Handle

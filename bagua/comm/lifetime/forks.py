@@ -11,10 +11,28 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from bagua.comm.lifetime.closing import run_all
 from bagua.errors import CommunicatorClosedError
+
+
+def run_all(actions: Iterable[Callable[[], object]]) -> None:
+    """Run all of ``actions`` in order, then raise the first error that one of them raised.
+
+    Example:
+        >>> run_all([lambda: 1 / 0, lambda: print("runs all the same")])
+        Traceback (most recent call last):
+        ZeroDivisionError: division by zero
+    """
+    first: BaseException | None = None
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised below; the rest must end, too
+            first = error if first is None else first
+    if first is not None:
+        raise first
 
 
 class Disowned(Protocol):

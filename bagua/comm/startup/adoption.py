@@ -9,8 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua.comm.communicator import Communicator
-from bagua.comm.group import ProcessGroup
-from bagua.comm.non_member import NON_MEMBER, NonMember, is_non_member
+from bagua.comm.group import NON_MEMBER, NonMember, ProcessGroup, is_non_member
 from bagua.comm.startup.default_group import (
     Group,
     default_communicator,

@@ -1,35 +1,38 @@
-"""The default group: who can see it, which groups come from it, how it ends."""
+"""The default group: who can see it, which groups come from it, how it ends, and what an error that ends it says."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
+import json
 import os
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.communicator import Communicator
-from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.closing import report_uncaught, run_all, uncaught_error
-from bagua.comm.lifetime.forks import family, leak
-from bagua.comm.non_member import NonMember, is_non_member
+from bagua.comm.group import NonMember, ProcessGroup, is_non_member
+from bagua.comm.lifetime.forks import family, leak, run_all
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.recorder import observers
-from bagua.comm.records.statistics import KindStatistics
+from bagua.comm.records.recorder import KindStatistics, observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.store.asking import refuse_together
 from bagua.comm.store.keys import behind_token
 from bagua.comm.torch_private import all_groups, store_of
 from bagua.comm.transports.registry import backend_refusal
-from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError, blame
+from bagua.errors import BaguaError, InvalidRankError, InvalidTypeError, NotInitializedError, blame
 
 __all__ = [
     "destroy_process_group",
@@ -49,6 +52,71 @@ __all__ = [
 _AFTER_THE_CAUSE_S = 1.0
 #: What is taken where ranks are named.
 Group = ProcessGroup | Communicator | NonMember | dist.ProcessGroup
+
+
+def uncaught_error() -> BaseException | None:
+    """What ends this process, for its exit handlers: the error whose traceback the interpreter has printed, or None.
+
+    At a prompt that is some error of the past, with which nothing ended.
+    """
+    error: BaseException | None = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    return error
+
+
+#: Where frames are that do not help a user to find a mistake.
+_INSIDE = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback of ``error`` without frames of bagua and torch, if others are left; of ours only what happened.
+
+    Example:
+        >>> print(own_traceback(ValueError("no")), end="")
+        ValueError: no
+    """
+    told = traceback.TracebackException.from_exception(error)
+    one: traceback.TracebackException | None = told
+    while one is not None:
+        own = [frame for frame in one.stack if not frame.filename.startswith(_INSIDE)]
+        one.stack = traceback.StackSummary.from_list(own or list(one.stack))
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    if not isinstance(error, BaguaError):
+        return "".join(told.format())
+    # Its causes are errors of libraries, and what follows the first line are calls: both are in the flight record.
+    frames = "".join(["Traceback (most recent call last):\n", *told.stack.format()]) if told.stack else ""
+    return f"{frames}{type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+
+
+def report_uncaught(rank: int, error_file: str) -> None:
+    """From now on, an error that ends this process is printed without inner frames, and handed to the launcher.
+
+    Args:
+        rank: global rank of this process, which is printed with the error.
+        error_file: file that the launcher reads, in the form of ``torch.distributed.elastic``.
+    """
+    usual = sys.excepthook
+    plain = usual is sys.__excepthook__ or getattr(usual, "__module__", "").startswith("torch.")
+
+    def report(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        try:
+            whole, own = "".join(traceback.format_exception(kind, error, frames)), own_traceback(error)
+            culprit, _ = blame(error, rank, "its script")
+            facts = {"py_callstack": whole, "timestamp": str(int(time.time())), "own": own, "rank": rank}
+            last = own.rstrip().rpartition("\n")[2]
+            short = f"{kind.__name__}: {error.problem}" if isinstance(error, BaguaError) else last
+            message = {"message": short, "extraInfo": {**facts, "culprit": culprit}}
+            Path(error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
+        except Exception:  # noqa: BLE001  # an error that cannot be told, or a full disk
+            usual(kind, error, frames)
+            return
+        if not plain:  # A hook that the program chose shows what it wants to show.
+            usual(kind, error, frames)
+            return
+        shown = own if culprit == rank else f"{last}\n"
+        with contextlib.suppress(OSError):
+            sys.stderr.write("".join(f"[rank{rank}]: {line}" for line in shown.splitlines(keepends=True)))
+
+    sys.excepthook = report
 
 
 @dataclass(eq=False)

@@ -3,6 +3,8 @@
 ``fresh`` gives them a part of the store, ``plan`` says who is on which host and what all of them can use, and
 ``connect_first`` connects them. ``init_process_group`` and the backend ``bagua`` of torch both go this way. With
 shared memory that is three barriers at the store: the plan, the addresses, and that all are attached.
+
+``group_of_seats`` connects processes that no launcher numbered, and ``rehearsal_group`` one rank that is alone.
 """
 
 from __future__ import annotations
@@ -10,25 +12,36 @@ from __future__ import annotations
 import ipaddress
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua import env
+from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
+from bagua.comm.pieces.fetching import PhaseDeadline
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.choice import ASKED_FOR, SHARED_GPUS, abilities, candidates, sharing_a_gpu
 from bagua.comm.startup.hosts import advice_on_interfaces, host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
-from bagua.comm.store.bounded import bounded
-from bagua.comm.store.keys import behind_token
-from bagua.comm.transports.failure.notices import own_address
-from bagua.comm.transports.registry import backend_refusal
+from bagua.comm.store.keys import behind_token, bounded
+from bagua.comm.transports.contract import DONE, Data, Handle, Transport
+from bagua.comm.transports.failure import own_address
+from bagua.comm.transports.registry import backend_refusal, register_transport
 from bagua.comm.transports.shm.transport import shm_expected
-from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    ConfigurationError,
+    PeerLostError,
+    TransportUnavailableError,
+)
 
 _log = logging.getLogger("bagua")
 
@@ -250,3 +263,148 @@ def _warn_of_gloo(reason: str) -> None:
             "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",
             reason,
         )
+
+
+def group_of_seats(
+    store: Store,
+    seats: Sequence[int],
+    own: int,
+    name: str,
+    *,
+    backend: str,
+    timeout_s: float,
+    meet_s: float,
+    look: Callable[[], None] | None = None,
+    connecting: PhaseDeadline | None = None,
+) -> ProcessGroup:
+    """A group of the processes on ``seats``, each on a host of its own. Collective among them alone.
+
+    Messages and errors number the members by their seats.
+
+    Args:
+        store: key-value store of all; somebody keeps a reference to it as long as the group lives.
+        seats: members, in ascending order.
+        own: seat of this process.
+        name: used once for each store.
+        backend: as for ``init_process_group``.
+        timeout_s: default deadline of every call, in seconds.
+        meet_s: how long to wait for all members to come, in seconds.
+        look: called until all have come. It raises a ``CommunicationError`` if there is no use in waiting.
+        connecting: how long they may take to connect when all have come, which nothing can interrupt; None for
+            ``meet_s``.
+
+    Raises:
+        CollectiveTimeoutError: some did not come.
+        PeerLostError: one that had come has gone before all were there.
+        TransportUnavailableError: they cannot be connected.
+
+    Example:
+        >>> from bagua.comm.store.serving import thread_store
+        >>> group = group_of_seats(thread_store(), [7], 7, "epoch1", backend="gloo", timeout_s=60.0, meet_s=5.0)
+        >>> group.ranks
+        (7,)
+    """
+    members, place, recorder = PrefixStore(name, store), list(seats).index(own), Recorder()
+    try:
+        recorder.job = members.compare_set("job", "", new_job()).decode()
+        _meet(members, place, seats, meet_s, look)
+        deadline, started = connecting or PhaseDeadline(meet_s), time.monotonic()
+        try:
+            group = ProcessGroup(members, place, seats, range(len(seats)), backend, deadline.seconds, name, recorder)
+        except BaseException:
+            deadline.forget()
+            raise
+        deadline.note(time.monotonic() - started)
+    except (DistNetworkError, DistStoreError) as error:
+        raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
+    group.set_timeout(timeout_s)
+    return group
+
+
+def _meet(members: Store, place: int, seats: Sequence[int], meet_s: float, look: Callable[[], None] | None) -> None:
+    """Wait until all have come. Then all connect, or none does: to connect cannot be interrupted."""
+    if look is not None:
+        look()
+    try:
+        gather_values(members, "here", place, seats, seats[place], meet_s, look)
+    except CommunicationError:
+        if members.compare_set("meeting", "", "off") == b"on":
+            return  # The others have seen this process: they are connecting with it.
+        raise
+    if members.compare_set("meeting", "", "on") != b"on":
+        raise PeerLostError("a process that had come has gone before all were there", rank=seats[place])
+
+
+_NAME = "rehearsal"
+#: Default deadline of calls, which none of them ever needs.
+_TIMEOUT_S = 1800.0
+
+
+class RehearsalTransport(Transport):
+    """Answers at once for peers that are not there, as if each of them held what this rank holds."""
+
+    name = _NAME
+    compares_calls = True
+    #: As on Gloo, whose place it takes.
+    executor = "caller"
+    overlaps = True
+
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:  # noqa: ARG002
+        """Fill the target."""
+        if target is not None:
+            with torch.no_grad():
+                self._fill(call, source, target)
+        elif call.kind == "recv" and source is not None:
+            source.fill_(call.root)
+        return DONE
+
+    def _fill(self, call: Call, source: Data, target: torch.Tensor) -> None:
+        flat = target.view(-1)
+        if source is None or call.kind == "alltoall_v" or (call.kind == "recv" and call.root < 0):
+            flat.zero_()  # What a peer would send alone is not known here.
+        elif source is not target:
+            takes_share = call.kind in ("alltoall", "scatter", "reduce_scatter")
+            given = source.view(self.size, -1)[self.rank] if takes_share else source.view(-1)
+            if call.kind in ("alltoall", "allgather", "gather"):
+                flat.view(self.size, -1).copy_(given.expand(self.size, -1))
+            elif given.numel() == flat.numel():
+                flat.copy_(given)
+        if call.reduction == "sum":
+            flat.mul_(self.size)
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """There is no rank to tell."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _RehearsalGroup(ProcessGroup):
+    """A process group whose other members agree to everything."""
+
+    def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:  # noqa: ARG002
+        return [""] * self.size
+
+
+def rehearsal_group(host_sizes: Sequence[int]) -> ProcessGroup:
+    """Rank 0 of a group whose other ranks do not exist. Calls return at once, with what this rank put in.
+
+    What is made of other ranks' data has no meaning. Which calls are made, in which order and with how many bytes, and
+    what is computed between them, is as among real ranks.
+
+    Args:
+        host_sizes: number of ranks on each host.
+
+    Example:
+        >>> group = rehearsal_group([2, 2])
+        >>> group.size, group.node_sizes, group.inter_node_communicator.ranks
+        (4, (2, 2), (0, 2))
+        >>> tensor = torch.ones(1)
+        >>> group.global_communicator.allreduce(tensor)
+        >>> tensor
+        tensor([4.])
+    """
+    register_transport(_NAME, RehearsalTransport)
+    nodes = [host for host, size in enumerate(host_sizes) for _ in range(size)]
+    ranks = range(len(nodes))
+    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, _TIMEOUT_S, _NAME, Recorder())

@@ -23,12 +23,11 @@ from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.startup.hosts import advice_on_interfaces
-from bagua.comm.store.asking import meeting
-from bagua.comm.store.beats import Beats
+from bagua.comm.store.asking import Beats, meeting
 from bagua.comm.store.keys import missing_keys
 from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
 from bagua.comm.torch_private import default_store
-from bagua.comm.transports.failure.notices import own_address
+from bagua.comm.transports.failure import own_address
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,

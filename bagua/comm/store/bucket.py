@@ -16,8 +16,7 @@ from torch.distributed import DistNetworkError, Store
 
 from bagua import env
 from bagua.checks import install_command
-from bagua.comm.store.keys import bottom_of
-from bagua.comm.store.polled import PolledStore
+from bagua.comm.store.keys import PolledStore, bottom_of
 from bagua.errors import ConfigurationError, StoreLostError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.group import solo_group
-from bagua.comm.lifetime.closer import close_with
+from bagua.comm.lifetime.background import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Recorder

@@ -23,14 +23,12 @@ from torch.distributed import distributed_c10d as c10d
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.operands import as_seconds, check_rank, reduction_name
-from bagua.comm.reduction import fold
+from bagua.comm.reduction import copy_pieces, fold
 from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.torch_backend.forms import takes
-from bagua.comm.torch_backend.hooks import HAS_HOOKS, Passage, hookable
-from bagua.comm.torch_backend.reconfiguration import MeetingPoint, meet
-from bagua.comm.torch_backend.starter import CallStarter, Connected
+from bagua.comm.torch_backend.forms import HAS_HOOKS, Passage, hookable, takes
+from bagua.comm.torch_backend.starter import CallStarter, Connected, MeetingPoint, meet
 from bagua.comm.torch_backend.work import TorchWork
-from bagua.comm.torch_forms.lists import (
+from bagua.comm.torch_forms import (
     allgather_tensors,
     alltoall_rows,
     alltoall_tensors,
@@ -39,9 +37,8 @@ from bagua.comm.torch_forms.lists import (
     rows_for,
     scatter_tensors,
 )
-from bagua.comm.torch_forms.lists import flat as flat_of
+from bagua.comm.torch_forms import flat as flat_of
 from bagua.comm.torch_private import end_coalescing, method_of, start_coalescing
-from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 

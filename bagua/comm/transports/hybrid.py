@@ -25,12 +25,11 @@ from bagua.comm.call import Call
 from bagua.comm.reduction import divide
 from bagua.comm.store.asking import refuse_together
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.contract import Data, Handle, Membership, Transport
+from bagua.comm.transports.contract import Data, Handle, Membership, SoloTransport, Transport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
-from bagua.comm.transports.solo import SoloTransport
 from bagua.errors import CommunicationError, blame
 from bagua.topology import ranks_by_node
 

@@ -2,21 +2,251 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from bagua import env
+from bagua.comm.call import KIND_NUMBERS, KINDS, POINT_TO_POINT, Call
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.transports.bucket import BucketTransport
 from bagua.comm.transports.c10d.groups import knows, split_name
 from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
-from bagua.comm.transports.checked import CheckedTransport
-from bagua.comm.transports.contract import Membership, Transport
+from bagua.comm.transports.contract import Data, Handle, Membership, SoloTransport, Transport
 from bagua.comm.transports.hybrid import HybridTransport
+from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport, shm_refusal
-from bagua.comm.transports.solo import SoloTransport
 from bagua.comm.transports.threads import ThreadsTransport
-from bagua.errors import ConfigurationError
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
+
+_FACTS = 6
+_FAREWELL_S = 1.0
+
+_ADVICE = "Make all ranks issue the same calls in the same order; the calls before this one are listed below."
+_POLL_S = 0.0002
+
+
+def fingerprint_of(call: Call, size: int) -> torch.Tensor:
+    """``call`` in ``_FACTS + 2 * size`` whole numbers; the counts only where they matter."""
+    facts = [KIND_NUMBERS[call.kind], call.sequence, *call.numbers()[1:]]
+    counts = [*call.send_counts, *call.recv_counts] if call.kind == "alltoall_v" else [0] * (2 * size)
+    return torch.tensor(facts + counts, dtype=torch.int64, device="cpu")
+
+
+def _describe(row: list[int], size: int) -> str:
+    """The call behind a fingerprint, for people."""
+    kind, sequence, *others = row[:_FACTS]
+    counts = tuple(row[_FACTS : _FACTS + size]) if KINDS[kind] == "alltoall_v" else ()
+    return str(Call.of_numbers([kind, *others], sequence, -1, counts))
+
+
+class Fingerprints:
+    """The fingerprints of a collective: all ranks see all of them, so all raise together."""
+
+    def __init__(self, check: Transport, call: Call, timeout_s: float) -> None:
+        self._check = check
+        self._rank = check.rank
+        self._size = check.size
+        self._ranks = check.membership.ranks
+        self._own = fingerprint_of(call, check.size)
+        self._rows = torch.empty((check.size, self._own.numel()), dtype=torch.int64, device="cpu")
+        gathering = Call("allgather", call.sequence, torch.int64, self._own.numel())
+        self._handle = check.start(gathering, self._own, self._rows, timeout_s, True)
+
+    def arrived(self) -> bool:
+        return self._handle.is_completed()
+
+    def compare(self) -> None:
+        """Raise if any two ranks disagree."""
+        self._handle.wait()
+        rows = self._rows.tolist()
+        mine = rows[self._rank]
+        unlike = [rank for rank, row in enumerate(rows) if row[:_FACTS] != mine[:_FACTS]]
+        if unlike:
+            ranks = self._ranks
+            seen = "; ".join(f"rank {ranks[rank]}: {_describe(rows[rank], self._size)}" for rank in unlike)
+            self._wait_for_all()
+            peers = [ranks[rank] for rank in unlike]
+            raise _mismatch("ranks are about to do different things", _describe(mine, self._size), seen, peers)
+        self._compare_counts(rows)
+
+    def _compare_counts(self, rows: list[list[int]]) -> None:
+        for sender, receiver in itertools.product(range(self._size), repeat=2):
+            sent = rows[sender][_FACTS + receiver]
+            expected = rows[receiver][_FACTS + self._size + sender]
+            if sent != expected:
+                names = self._ranks[sender], self._ranks[receiver]
+                sides = (
+                    f"rank {names[0]} sends {sent} elements to rank {names[1]}",
+                    f"rank {names[1]} expects {expected} elements from rank {names[0]}",
+                )
+                own, other = sides if self._rank != receiver else sides[::-1]
+                peer = sender if self._rank == receiver else receiver
+                self._wait_for_all()
+                raise _mismatch("the counts of alltoall_v do not fit together", own, other, [self._ranks[peer]])
+
+    def _wait_for_all(self) -> None:
+        """Until every rank has seen the disagreement: the error closes the connections."""
+        with contextlib.suppress(CommunicationError):
+            self._check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
+
+    def give_up(self, limit_s: float | None) -> None:
+        """Let the transport say who is missing, after ``limit_s`` at most; None for the deadline, which has passed."""
+        self._handle.wait(limit_s)
+
+
+def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(problem, expected=own, seen=other, peers=peers, advice=_ADVICE)
+
+
+class CheckedTransport(Transport):
+    """Calls on ``data``; collectives after their fingerprints have been compared on ``check``.
+
+    On a backend that cannot see a disagreement, another size kills the process and another
+    dtype gives rubbish. So every collective first exchanges a fingerprint of fixed size, and the
+    data call starts only when the fingerprints fit. Nothing blocks in ``start``: a program that is
+    correct without these checks is correct with them, only slower. Messages between two ranks start
+    at once, as with torch's own checks. For debugging (``BAGUA_DEBUG=1``).
+
+    Args:
+        data: the transport that does the work.
+        check: one over the same ranks that serves the CPU, with nothing else on it.
+    """
+
+    compares_calls = True
+
+    def __init__(self, data: Transport, check: C10dTransport) -> None:
+        super().__init__(data.membership)
+        self.name = data.name
+        self.device_types = data.device_types
+        self.executor = data.executor
+        self.overlaps = data.overlaps
+        self.data = data
+        self.check = check
+        self._advancing = threading.RLock()
+        _living.add(self)
+        #: Collectives that have not started, in order.
+        self._waiting: deque[CheckedHandle] = deque()
+
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:  # noqa: ARG002
+        if call.kind in POINT_TO_POINT:
+            message = CheckedHandle(self, call, source, target, timeout_s)
+            message.try_start()
+            return message
+        with self._advancing:
+            handle = CheckedHandle(self, call, source, target, timeout_s)
+            self._waiting.append(handle)
+            return handle
+
+    def advance(self) -> None:
+        """Start what can be started, in order."""
+        if not self._advancing.acquire(blocking=False):
+            return  # Another thread is at it.
+        try:
+            while self._waiting and self._waiting[0].try_start():
+                self._waiting.popleft()
+        finally:
+            self._advancing.release()
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        self.data.abort(reason, culprit)
+        self.check.abort(reason, culprit)
+
+    def idle(self) -> bool:
+        self.advance()
+        return not self._waiting and self.data.idle() and self.check.idle()
+
+    def close(self) -> None:
+        _living.discard(self)
+        self.data.close()
+        self.check.close()
+        for handle in self._waiting:
+            handle.end(self.check.failures.ended())
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.data.empty(numel, dtype, device)
+
+
+_living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
+
+
+class CheckedHandle(Handle):
+    """A call that starts: a message at once, a collective when the fingerprints of all ranks were compared.
+
+    Who waits for either lets the collectives of this rank go on: other ranks may need these first.
+
+    Args:
+        transport: transport that starts the call.
+        call: call to be started.
+        source: see ``Transport.start``.
+        target: see ``Transport.start``.
+        timeout_s: deadline of the call, from now.
+    """
+
+    __slots__ = ("_call", "_deadline", "_error", "_fingerprints", "_inner", "_tensors", "_transport")
+
+    def __init__(self, transport: CheckedTransport, call: Call, source: Data, target: Data, timeout_s: float) -> None:
+        self._transport = transport
+        self._call = call
+        self._tensors = (source, target)
+        self._deadline = Deadline.after(timeout_s)
+        self._inner: Handle | None = None
+        self._error: BaseException | None = None
+        compared = call.kind not in POINT_TO_POINT
+        self._fingerprints = Fingerprints(transport.check, call, timeout_s) if compared else None
+
+    def try_start(self) -> bool:
+        """Start the data call if the fingerprints are there; True if this handle is done with them."""
+        if self._inner is not None or self._error is not None:
+            return True
+        try:
+            if self._fingerprints is not None:
+                if not self._fingerprints.arrived():
+                    return False
+                self._fingerprints.compare()
+            self._inner = self._transport.data.start(self._call, *self._tensors, self._deadline.limit_s, True)
+        except Exception as error:  # noqa: BLE001  # the one who waits raises it
+            self._error = error
+        return True
+
+    def end(self, error: BaseException) -> None:
+        """The transport was closed, so nothing starts any more."""
+        if self._inner is None and self._error is None:
+            self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        until = self._deadline if timeout_s is None else min(self._deadline, Deadline.after(timeout_s))
+        while not self.is_completed() and until.left_s > 0:
+            time.sleep(_POLL_S)
+        if self._error is not None:
+            raise self._error
+        # What was started for this call began a moment later: where the call is over, it waits for its own deadline.
+        limit_s = None if self._deadline.left_s <= 0 else until.limit_s
+        if self._inner is None:
+            assert self._fingerprints is not None
+            self._fingerprints.give_up(limit_s)
+            # The peers have told what they do, and it is not this.
+            waited_s = self._deadline.timeout_s if timeout_s is None else timeout_s
+            raise CollectiveTimeoutError("the call did not complete in time", timeout_s=waited_s)
+        self._inner.wait(limit_s)
+
+    def is_completed(self) -> bool:
+        # All of them: a peer may wait for a call that this rank made on another communicator.
+        for transport in list(_living):
+            transport.advance()
+        return self._error is not None or (self._inner is not None and self._inner.is_completed())
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None or (self._inner is not None and self._inner.failed)
+
 
 _OWN = ("shm", "hybrid", "threads", "solo", TORCH_NAME)
 

@@ -29,7 +29,7 @@ from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
 from bagua.comm.transports.contract import Handle
-from bagua.comm.transports.failure.finder import FailureFinder
+from bagua.comm.transports.failure import FailureFinder
 from bagua.errors import CommunicationError
 
 #: How long Ctrl-C may have to wait.

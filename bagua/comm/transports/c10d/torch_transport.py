@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterable
 import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.lifetime.closing import run_all
-from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.lifetime.forks import family, forked_error, run_all
 from bagua.comm.long_wait import LongWait
+from bagua.comm.reduction import copy_pieces
 from bagua.comm.store.keys import wait_for_keys
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
 from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
 from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
-from bagua.comm.transports.failure.finder import FailureFinder
-from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.comm.transports.failure import FailureFinder
 from bagua.errors import BaguaError, TransportUnavailableError
 
 #: Calls under way from which on those that are complete are looked for among them.

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.lifetime.turns import handlers_may_call
+from bagua.comm.lifetime.background import BackgroundThread, handlers_may_call
 from bagua.comm.transports.contract import DONE, Handle, after
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError

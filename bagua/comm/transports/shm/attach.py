@@ -32,11 +32,10 @@ import torch
 
 from bagua.comm.startup.hosts import host_identity
 from bagua.comm.store.asking import gather_values, raise_refusals
-from bagua.comm.store.bounded import bounded
+from bagua.comm.store.keys import bounded
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.shm.line import NONCE_BYTES, MappedSegment
-from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
-from bagua.comm.transports.shm.segments import Segment
+from bagua.comm.transports.shm.memory import Segment, SharedMemory, create_memory, map_memory
 from bagua.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, TransportUnavailableError
 
 _MESSAGE = struct.Struct("q")

@@ -17,8 +17,7 @@ import torch
 from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
-from bagua.comm.transports.shm.memory import SharedMemory, map_memory
-from bagua.comm.transports.shm.segments import GONE
+from bagua.comm.transports.shm.memory import GONE, SharedMemory, map_memory
 
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")

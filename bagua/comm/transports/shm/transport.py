@@ -2,23 +2,458 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
+import select
 import sys
+import threading
+from collections.abc import Callable
+from ctypes import memmove
 
 import torch
 
 from bagua import env
+from bagua.comm.call import Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.contract import Handle, Membership, Transport
-from bagua.comm.transports.memory.exchange import small_bytes
+from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_length, small_bytes
+from bagua.comm.transports.memory.line import FaultHook, Notice, rows
+from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.comm.transports.shm.attach import explained
-from bagua.comm.transports.shm.peers import ShmPeers
-from bagua.comm.transports.shm.segments import HEADER_BYTES, allocate
+from bagua.comm.transports.shm.attach import DescriptorChannel, attach, explained
+from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, Location, OwnLine, PeerLine, Views, Where
+from bagua.comm.transports.shm.memory import HEADER_BYTES, Segment, allocate, find
 from bagua.comm.transports.threads import current_fault
 from bagua.errors import TransportUnavailableError
+
+#: Where some ranks only write and others only read, they take turns: pieces small enough for both to be busy.
+_IN_TURNS = frozenset({"broadcast", "reduce", "gather", "scatter"})
+_TURN_BYTES = 512 * 1024
+#: Where each rank reads all that others show, a piece of this part of an area stays in the cache of a processor while
+#: it is copied and reduced; with up to twice as much, one barrier less gains more.
+_CACHED_PART = 8
+#: Of both areas: every dtype can be seen there.
+_ALIGNED_BYTES = 64
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+class _Area:
+    """A segment that lives as long as this object.
+
+    Attributes:
+        segment: the memory.
+        views: typed parts of the memory.
+        nbytes: its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory, self.segment = allocate(nbytes, in_children=False)
+        self.views = Views(self._memory)
+        self.nbytes = nbytes
+        self._source = _NOTHING
+
+    def source(self, start: int, stop: int) -> torch.Tensor:
+        """The data where it was copied from."""
+        source = self._source
+        return source if stop - start == source.numel() else source[start:stop]
+
+    def source_address(self, start: int) -> int:
+        """Where element ``start`` of that data lies; cheaper than to make a tensor of the part."""
+        return self._source.data_ptr() + start * self._source.element_size()
+
+    def forget(self) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._source = _NOTHING
+
+
+class Staging(_Area):
+    """Two areas that take turns, for the collectives of one communicator.
+
+    While peers read a piece in one area, the next goes into the other. What only this
+    rank reads stays where it is: its own row, or of an allreduce its own slice.
+
+    Args:
+        area_bytes: size of each area; the same on all ranks.
+        rank: number of this process.
+        size: number of ranks of the communicator.
+    """
+
+    def __init__(self, area_bytes: int, rank: int, size: int) -> None:
+        self._area_bytes = area_bytes - area_bytes % _ALIGNED_BYTES
+        super().__init__(2 * self._area_bytes)
+        self._rank = rank
+        self._size = size
+        self._latest = 0
+        self._call = Call("", 0, torch.uint8)
+        self._itemsize = 1
+        self._rows: list[tuple[int, int]] = []
+        self._piece = 1
+        self._places = (NOWHERE, NOWHERE)
+
+    def open(self, call: Call, source: torch.Tensor) -> Location:
+        """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
+        if call[2:] != self._call[2:] or call.kind != self._call.kind or source.dtype is not self._places[0].dtype:
+            self._divide(call, source.dtype)
+        self._source = source
+        stop, kept = self._piece, None
+        if call.kind == "allreduce" and not reads_all(call, self._size):
+            kept = own_slice(0, stop, slice_length(stop, self._size), self._rank)
+        self.show(0, stop, kept)
+        return self._places[self._latest]
+
+    def _divide(self, call: Call, dtype: torch.dtype) -> None:
+        """Choose pieces for ``call``, and those that follow if they are alike: the same on all ranks."""
+        self._call, self._itemsize = call, dtype.itemsize
+        self._rows = rows(call, self._size)
+        piece = max(self._room(call) // (len(self._rows) * dtype.itemsize), 1)
+        if call.kind != "alltoall_v":  # there the rows of other ranks have other lengths
+            count = -(-call.numel // piece)
+            piece = -(-call.numel // count)
+        self._piece = piece
+        place = Location(Where.STAGED, dtype, self.segment.number, HEADER_BYTES, piece, 0, self._area_bytes)
+        self._places = (place, place._replace(first=1))
+
+    def _room(self, call: Call) -> int:
+        """Bytes to show at once."""
+        if call.kind in _IN_TURNS:
+            return min(self._area_bytes, _TURN_BYTES)
+        cached = self._area_bytes // _CACHED_PART
+        if call.kind == "allreduce" and reads_all(call, self._size) and call.nbytes > 2 * cached:
+            return cached
+        return self._area_bytes
+
+    def show(self, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
+        """Show columns ``start`` to ``stop`` of each row in the area whose turn it is.
+
+        Args:
+            start: first column.
+            stop: the one behind the last.
+            kept: bounds of what is left as it is, where there is one row.
+        """
+        self._latest ^= 1
+        area = self.views.address + HEADER_BYTES + self._latest * self._area_bytes
+        source, itemsize = self._source.data_ptr(), self._itemsize
+        if kept is not None:
+            first, last = kept
+            memmove(area, source + start * itemsize, (first - start) * itemsize)
+            memmove(area + (last - start) * itemsize, source + last * itemsize, (stop - last) * itemsize)
+            return
+        for row, (first, length) in enumerate(self._rows):
+            if start < length and (row != self._rank or len(self._rows) == 1):
+                part = area + row * self._piece * itemsize
+                memmove(part, source + (first + start) * itemsize, (min(stop, length) - start) * itemsize)
+
+
+class Outbox(_Area):
+    """One area for the messages to one rank; the next piece comes when the last was taken.
+
+    Args:
+        nbytes: size of the area.
+    """
+
+    def open(self, source: torch.Tensor) -> Location:
+        """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
+        self._source = source
+        piece = max(self.nbytes // source.element_size(), 1)
+        self.show(0, min(piece, source.numel()))
+        return Location(Where.OUTBOX, source.dtype, self.segment.number, HEADER_BYTES, piece)
+
+    def show(self, start: int, stop: int) -> None:
+        """Show elements ``start`` to ``stop``."""
+        itemsize = self._source.element_size()
+        target = self.views.address + HEADER_BYTES
+        memmove(target, self._source.data_ptr() + start * itemsize, (stop - start) * itemsize)
+
+
+_new_lock = threading.Lock  # One look-up less in each barrier.
+
+#: Mappings of peers' memory that has gone are looked for once in so many calls, and while waiting.
+_CALLS_PER_SWEEP = 1024
+#: The first area of an outbox, and the largest one.
+_OUTBOX_BYTES = (64 * 1024, 1024 * 1024)
+
+
+class ShmPeers(Peers):
+    """Peers that are processes of this host.
+
+    Args:
+        membership: the ranks.
+        staging_bytes: size of each of the two areas for data in ordinary memory.
+        fault: called at every step.
+    """
+
+    spin_s = 20e-6
+    spin_inline_s = 300e-6
+
+    def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
+        layout = ControlLayout(membership.size)
+        attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
+        self._line = OwnLine(attached.memory, membership.size)
+        self._channels = {
+            rank: DescriptorChannel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
+        }
+        lines: list[OwnLine | PeerLine] = [
+            self._line
+            if rank == membership.rank
+            else PeerLine(attached.peers[rank].memory, membership.size, self._line, self._channels[rank].segment)
+            for rank in range(membership.size)
+        ]
+        super().__init__(lines, membership, fault)
+        self._control_lines = lines
+        self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
+        self._staging_bytes = staging_bytes
+        self._staging: Staging | None = None
+        self._outboxes: dict[int, Outbox] = {}
+        self._calls = 0
+        self._sleepers_word = layout.sleepers
+        self._bells = {rank: peer.bell for rank, peer in attached.peers.items()} | {membership.rank: attached.bell}
+        self._processes = {peer.process: rank for rank, peer in attached.peers.items()}
+        #: Their connections, too: these hang up when a process goes on with another program.
+        self._ends = self._processes | {channel.connection: rank for rank, channel in self._channels.items()}
+        self._lost: set[int] = set()
+        self._watches: list[select.poll] = []
+        self._asleep: set[int] = set()
+        #: Held while the number of sleepers changes, and while a bell is rung or descriptors are closed. A signal
+        #: handler that comes in between may ring, too.
+        self._bed = threading.RLock()
+        self._closed = False
+
+    # Where the data lies.
+
+    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+        """Show the data in the control memory, where it lies, or in an area of our own."""
+        if slot < 2:
+            self._calls += 1
+            if self._calls % _CALLS_PER_SWEEP == 0:
+                self._drop_gone()
+        if source is None or source.numel() == 0:
+            place = NOWHERE if source is None else Location(Where.NOWHERE, source.dtype)
+            self._line.write(slot, call, place)
+            return
+        flat = source if source.dim() == 1 else source.view(-1)
+        if private:
+            self._line.write_copy(slot, call, flat)
+        else:
+            self._publish_large(slot, call, flat)
+
+    def _publish_large(self, slot: int, call: Call, source: torch.Tensor) -> None:
+        segment = find(source)
+        if segment is not None and self._offer(slot, segment):
+            offset = source.data_ptr() - segment.address
+            self._line.write(slot, call, Location(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
+            return
+        if slot < 2 and self._staging is not None:  # Everyone was offered it when it was made.
+            self._line.write(slot, call, self._staging.open(call, source), area=self._staging)
+            return
+        area = self._area(slot, source.numel() * source.element_size())
+        if not self._offer(slot, area.segment):
+            raise TransportUnavailableError("a descriptor of shared memory could not be passed")
+        place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
+        self._line.write(slot, call, place, area=area)
+
+    def _area(self, slot: int, nbytes: int) -> Staging | Outbox:
+        try:
+            return self._staging_area() if slot < 2 else self._outbox(slot, nbytes)
+        except OSError as error:
+            raise TransportUnavailableError(f"there is no shared memory to copy the data into: {error}") from error
+
+    def _offer(self, slot: int, segment: Segment) -> bool:
+        """Make ``segment`` known to those who read ``slot``."""
+        readers = self._others if slot < 2 else (slot - 2,)
+        return all(self._channels[rank].offer(segment) for rank in readers)
+
+    def _staging_area(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging(self._staging_bytes, self.rank, self.size)
+        return self._staging
+
+    def _outbox(self, slot: int, nbytes: int) -> Outbox:
+        small, large = _OUTBOX_BYTES
+        wanted = small if nbytes <= small else large
+        outbox = self._outboxes.get(slot)
+        if outbox is None or outbox.nbytes < wanted:
+            outbox = self._outboxes[slot] = Outbox(wanted)
+        return outbox
+
+    def notices(self, slot: int) -> list[Notice]:
+        """What each rank published; quickly where all of them did the same with data in the same place."""
+        own = self._line.notice(slot)
+        if own.call.kind == "alltoall_v" or not self._alike(slot):
+            return [own if line is self._line else line.notice(slot) for line in self._control_lines]
+        for line in self._peer_lines:
+            line.adopt(slot)
+        return [own] * self.size
+
+    def _alike(self, slot: int) -> bool:
+        """Whether all ranks did the same with data in the same place."""
+        own = self._line.comparable[slot]
+        for line in self._peer_lines:  # In each call: a generator takes twice as long.
+            if line.comparable[slot] != own:
+                break
+        else:
+            return True
+        return False
+
+    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor] | None:
+        """See ``Peers.copies``: straight from the control memory, where all lines have them."""
+        if self._line.places[slot].where != Where.INLINE or not self._alike(slot):
+            return None
+        dtype, numel, start = own.dtype, own.numel(), self._line.inline_starts[slot]
+        return [own if line is self._line else line.inline.get(dtype, start, numel) for line in self._control_lines]
+
+    def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
+        """Show the next piece, if the data is shown in pieces."""
+        where = self._line.places[slot].where
+        if where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.show(start, stop, kept)
+        elif where == Where.OUTBOX:
+            self._outboxes[slot].show(start, stop)
+
+    def conclude(self, slot: int) -> None:
+        """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
+        for line in self._peer_lines:
+            line.conclude(slot)
+        if self._line.places[slot].where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.forget()
+
+    def withdraw(self, slot: int) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._line.withdraw(slot)
+        outbox = self._outboxes.get(slot)
+        if outbox is not None:
+            outbox.forget()
+
+    def _drop_gone(self) -> None:
+        for rank, channel in self._channels.items():
+            line = self.lines[rank]
+            assert isinstance(line, PeerLine)
+            channel.drop_gone(line.named)
+
+    # Waiting.
+
+    def fence(self) -> None:
+        """Taking a lock is an instruction that orders stores before later loads.
+
+        x86-64 keeps all other orders: stores become visible in program order, and no load comes before an earlier load.
+        A new one each time, which is quick: no thread waits, wherever another one was interrupted.
+        """
+        _new_lock().acquire()
+
+    def give_way(self) -> None:
+        """More ranks than processors, or two on one of them: the rank that is waited for can run."""
+        os.sched_yield()
+
+    def pause(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Sleep until the bell rings or a process ends."""
+        try:
+            self._go_to_bed()
+            if ready():
+                return
+            watch = self._watch()
+            for descriptor, _ in watch.poll(max(1, round(seconds * 1000))):
+                rank = self._ends.get(descriptor)
+                if rank is not None:
+                    self._lost.add(rank)
+            if not self._lost:
+                self._watches.append(watch)
+        finally:
+            self._get_up()
+        self._drop_gone()
+
+    def _go_to_bed(self) -> None:
+        """Say that one more thread sleeps. The first to come silences the bell."""
+        with self._bed:
+            self._asleep.add(threading.get_ident())
+            self.own.words[self._sleepers_word] = sleepers = len(self._asleep)
+            if sleepers == 1:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bells[self.rank])
+
+    def _get_up(self) -> None:
+        """Say that the calling thread does not sleep."""
+        with self._bed:
+            self._asleep.discard(threading.get_ident())
+            self.own.words[self._sleepers_word] = len(self._asleep)
+
+    def leave_with(self, error: BaseException, call: Call) -> None:
+        """See ``Peers.leave_with``. An exception of a signal handler may have kept the thread from getting up."""
+        self._get_up()
+        super().leave_with(error, call)
+
+    def _watch(self) -> select.poll:
+        """What a sleeper looks at; used by one thread at a time."""
+        with contextlib.suppress(IndexError):
+            return self._watches.pop()
+        watch = select.poll()
+        watch.register(self._bells[self.rank], select.POLLIN)
+        for descriptor, rank in self._ends.items():
+            if rank not in self._lost:
+                # A connection has something to read all the time; that it hangs up is told unasked.
+                watch.register(descriptor, select.POLLIN if descriptor in self._processes else 0)
+        return watch
+
+    def wake(self, rank: int) -> None:
+        """Ring the bell of ``rank`` if one of its threads sleeps."""
+        self.fence()
+        self._ring(rank)
+
+    def wake_others(self) -> None:
+        word = self._sleepers_word
+        for rank in self._others:
+            if self._words[rank][word]:
+                self._ring(rank)
+
+    def _ring(self, rank: int) -> None:
+        if self._words[rank][self._sleepers_word]:
+            with self._bed, contextlib.suppress(OSError):
+                if not self._closed:
+                    os.eventfd_write(self._bells[rank], 1)
+
+    def lost(self, rank: int) -> bool:
+        """Whether the process of ``rank`` was seen to have ended."""
+        return rank in self._lost
+
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank leaves."""
+        self._line.reason = reason
+
+    # The end.
+
+    def release(self) -> None:
+        """Close sockets and descriptors and give memory back; see ``Peers.release``."""
+        with self._bed:
+            if self._closed:
+                return
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+        for channel in self._channels.values():
+            channel.close()
+        self._line.forget_areas()
+        for line in self._peer_lines:
+            line.forget()
+        self._staging = None
+        self._outboxes.clear()
+
+    def disown(self) -> None:
+        """In a forked child: none of this memory is there, so have nothing that refers to it.
+
+        The descriptors are closed: a connection hangs up when the last process that has it is gone.
+        """
+        if not self._closed:
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+            for channel in self._channels.values():
+                channel.disown()
+        self.lines = ()
+        self._words = []
+
 
 _log = logging.getLogger("bagua")
 

@@ -1,1 +1,0 @@
-"""Who is lost, and why: what ranks whose connections broke find out about each other."""
