@@ -6,10 +6,9 @@ from bagua.advise.advice import weigh as weigh
 from bagua.advise.facts import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
 from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS
 from bagua.advise.measure import StepMeter as StepMeter
-from bagua.advise.measure import measure_model
+from bagua.advise.measure import measure_model, probe_machine
 from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, outside_calibration, predict
-from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.advise.verdict import TorchWatch, watch
 

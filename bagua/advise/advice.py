@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from bagua.advise.facts import MachineFacts, ModelFacts, Rehearsal
-from bagua.advise.measure import measure_model
+from bagua.advise.measure import ALONE, measure_model, probe_machine
 from bagua.advise.network import Cluster
 from bagua.advise.prediction import Prediction, outside_calibration, predict
-from bagua.advise.probe import ALONE, probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
 from bagua.checks import check_kind

@@ -166,7 +166,9 @@ class _Journal:
         items: list[Message | float] = []
         at = self._busy_before(work)
         for record, busy_s in self.calls:
-            if work.begun <= record.begun <= work.ended and _is_of(work.group, record):
+            # In the group, or between or inside its hosts.
+            group = record.place.label.removesuffix("/intra").removesuffix("/inter")
+            if work.begun <= record.begun <= work.ended and group == work.group:
                 # The call itself takes no time among real ranks that would not be theirs.
                 items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
                 at = busy_s
@@ -187,11 +189,6 @@ def _usual(*runs: Run) -> Run:
     columns = zip(*(one.items for one in runs), strict=True)
     items = (column[-1] if isinstance(column[-1], Message) else statistics.median(column) for column in columns)
     return Run(tuple(items), last.lane)
-
-
-def _is_of(group: str, record: CallRecord) -> bool:
-    """Whether a call was made in a group, or between or inside its hosts. A lane's label begins with the group's."""
-    return record.place.label.removesuffix("/intra").removesuffix("/inter") == group
 
 
 def rehearse(

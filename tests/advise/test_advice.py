@@ -18,12 +18,12 @@ from bagua.advise import (
     ParameterFacts,
     Prediction,
     advise,
+    measure,
     measure_model,
-    probe,
     weigh,
 )
 from bagua.advise.advice import RECIPES, asked_for, ranked
-from bagua.advise.probe import Others
+from bagua.advise.measure import Others
 from bagua.algorithms import ByteGradAlgorithm
 from bagua.errors import ConfigurationError
 
@@ -95,21 +95,21 @@ def test_the_answer_says_when_others_had_the_cores() -> None:
 def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stat"
     ticks, cores = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
-    monkeypatch.setattr(probe, "_CORES_FILE", file)
-    monkeypatch.setattr(probe.time, "monotonic", iter((10.0, 20.0)).__next__)
-    monkeypatch.setattr(probe.os, "times", lambda: (1.0, 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(measure, "_CORES_FILE", file)
+    monkeypatch.setattr(measure.time, "monotonic", iter((10.0, 20.0)).__next__)
+    monkeypatch.setattr(measure.os, "times", lambda: (1.0, 0.0, 0.0, 0.0, 0.0))
     file.write_text("cpu  100 10 50 1000 0\n")
     since = Others()
     # In ten seconds, others work for three on each core.
     file.write_text(f"cpu  {100 + 3 * ticks * cores} 10 50 1000 0\n")
     assert since.share() == pytest.approx(0.3)
-    monkeypatch.setattr(probe.time, "monotonic", iter((10.0, 20.0)).__next__)
+    monkeypatch.setattr(measure.time, "monotonic", iter((10.0, 20.0)).__next__)
     file.unlink()
     assert Others().share() == 0.0
 
 
 def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_ROUNDS", 3)
+    monkeypatch.setattr(measure, "_ROUNDS", 3)
     layer = torch.nn.Linear(32, 32)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 

@@ -22,7 +22,6 @@ from bagua.advise import (
     Run,
     measure,
     predict,
-    probe,
     probe_machine,
     rehearse,
 )
@@ -41,8 +40,8 @@ MEGA = 1024.0 * 1024
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_ROUNDS", 3)
-    monkeypatch.setattr(probe, "_SMALL_ROUNDS", 3)
+    monkeypatch.setattr(measure, "_ROUNDS", 3)
+    monkeypatch.setattr(measure, "_SMALL_ROUNDS", 3)
     monkeypatch.setattr(lab_calls, "_MOST_ROUNDS", 3)
 
 
@@ -71,7 +70,7 @@ def usual(before: Callable[[], object] | None) -> dict[tuple[str, int], float]:
     """Mean seconds of three calls of one kind, one of another, and none of a third."""
     wanted = {("allreduce", 64): 3, ("sendrecv", 1024): 1, ("alltoall", 64): 0}
     communicator = get_default_group().global_communicator
-    found = probe.usual_calls(communicator, wanted, before)
+    found = measure.usual_calls(communicator, wanted, before)
     return {key: one.mean_s for key, one in found.items()}
 
 
@@ -80,7 +79,7 @@ def test_a_call_takes_as_long_as_it_took_the_rank_that_came_last(monkeypatch: py
         act()
         return 1.0 if get_rank() == 1 else 6.0  # Rank 0 has waited for 5 seconds.
 
-    monkeypatch.setattr(probe, "_seconds", seconds)
+    monkeypatch.setattr(measure, "_seconds", seconds)
     assert ThreadRanks(2).run(usual, lambda: None) == [{("allreduce", 64): 1.0, ("sendrecv", 1024): 1.0}] * 2
     # Calls that follow each other at once: over all of them, no rank waits longer than another one.
     assert ThreadRanks(2).run(usual, None) == [{("allreduce", 64): 3.5, ("sendrecv", 1024): 3.5}] * 2
@@ -100,30 +99,30 @@ def in_turn(*seconds: float) -> Callable[[Callable[[], object]], float]:
 def calls_of_nine() -> tuple[float, float]:
     communicator = get_default_group().global_communicator
     key = ("allreduce", 64)
-    found = probe.usual_calls(communicator, {key: 9}, lambda: None)[key]
+    found = measure.usual_calls(communicator, {key: 9}, lambda: None)[key]
     return found.mean_s, found.median_s
 
 
 def test_the_few_calls_that_take_long_count_as_steps_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # One call in three takes 4 s; in the last part one took a minute, while something else had the machine.
-    monkeypatch.setattr(probe, "_seconds", in_turn(99.0, 1.0, 1.0, 4.0, 1.0, 4.0, 1.0, 60.0, 1.0, 1.0))
+    monkeypatch.setattr(measure, "_seconds", in_turn(99.0, 1.0, 1.0, 4.0, 1.0, 4.0, 1.0, 60.0, 1.0, 1.0))
     assert ThreadRanks(2).run(calls_of_nine) == [(2.0, 1.0)] * 2
 
 
 def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def usual(
         _: object, wanted: dict[tuple[str, int], int], before: Callable[[], object], __: object
-    ) -> dict[tuple[str, int], probe.UsualCall]:
+    ) -> dict[tuple[str, int], measure.UsualCall]:
         before()
         # Without a byte 4 s, 1 of which on a core; those of the largest call add 4 s, 2 of them on a core.
-        small, large = probe.UsualCall(4.0, 3.0, 1.0), probe.UsualCall(9.0, 7.0, 3.0)
+        small, large = measure.UsualCall(4.0, 3.0, 1.0), measure.UsualCall(9.0, 7.0, 3.0)
         return {key: small if key[1] == 64 else large for key in wanted}
 
-    monkeypatch.setattr(probe, "usual_calls", usual)
-    monkeypatch.setattr(probe, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measure, "usual_calls", usual)
+    monkeypatch.setattr(measure, "usable_cores", lambda: 2)
 
     def facts(clock: Callable[[], float] | None) -> CallFacts:
-        return probe.call_facts(get_default_group().global_communicator, clock)[0][0]
+        return measure.call_facts(get_default_group().global_communicator, clock)[0][0]
 
     seen = ThreadRanks(2).run(facts, lambda: 0.0)[0]
     assert (seen.message_s, seen.busy, seen.busy_bytes) == (2.0, 0.25, 0.5)
@@ -134,8 +133,8 @@ def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.Mon
 
 
 def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def usual(_: object, wanted: dict[tuple[str, int], int], *__: object) -> dict[tuple[str, int], probe.UsualCall]:
-        return {key: probe.UsualCall(0.5, 0.1 if key[1] == 64 else 0.03, 0.0) for key in wanted}
+    def usual(_: object, wanted: dict[tuple[str, int], int], *__: object) -> dict[tuple[str, int], measure.UsualCall]:
+        return {key: measure.UsualCall(0.5, 0.1 if key[1] == 64 else 0.03, 0.0) for key in wanted}
 
     monkeypatch.setattr(lab_calls, "usual_calls", usual)
     for one in ThreadRanks(2).run(on_link, "1gbit")[0]:
@@ -143,7 +142,7 @@ def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_machine_is_measured_between_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_TELL_S", 0.0)
+    monkeypatch.setattr(measure, "_TELL_S", 0.0)
     said: list[str] = []
     found = probe_machine(cores=3, tell=said.append)
     assert said == [f"measured {number} of 64 calls" for number in range(64)]  # 4 kinds, 4 sizes, 1 + 3 rounds
