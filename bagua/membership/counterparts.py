@@ -11,23 +11,7 @@ from typing import Any
 
 import torch
 
-from bagua import errors
-from bagua.comm import (
-    Cells,
-    Fetch,
-    ObjectBucket,
-    PhaseDeadline,
-    PieceServer,
-    PieceShelf,
-    ProcessGroup,
-    Source,
-    Store,
-    ask_now,
-    bucket_of,
-    decode,
-    encoded_later,
-    group_of_seats,
-)
+from bagua import comm, errors
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Acts
 from bagua.membership.state import MemberState, Offer, SeatRecord, record_name
@@ -54,16 +38,16 @@ class Donor:
         bucket: bucket in which newcomers find it; None if they connect with this rank.
     """
 
-    def __init__(self, state: MemberState, bucket: ObjectBucket | None = None) -> None:
+    def __init__(self, state: MemberState, bucket: comm.ObjectBucket | None = None) -> None:
         self._state = state
-        self._shelf = None if bucket is None else PieceShelf(bucket, lambda: [*state.at])
-        self._server = self._shelf or PieceServer(lambda: [*state.at])
+        self._shelf = None if bucket is None else comm.PieceShelf(bucket, lambda: [*state.at])
+        self._server = self._shelf or comm.PieceServer(lambda: [*state.at])
 
     def offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state after the exchange that is told, in the epoch that is told with it."""
         exchange, epoch = told
         try:
-            encoded = {name: encoded_later(part) for name, part in self._state.give().items()}
+            encoded = {name: comm.encoded_later(part) for name, part in self._state.give().items()}
             for name in encoded.keys() - _LASTING_PARTS:
                 encoded[name][1]()
             later = [encoded[name][1] for name in encoded.keys() & _LASTING_PARTS]
@@ -112,12 +96,12 @@ class Receiver:
         exchange: number of the last exchange that is part of what was received; -1 before.
     """
 
-    def __init__(self, state: MemberState, bucket: ObjectBucket | None = None) -> None:
+    def __init__(self, state: MemberState, bucket: comm.ObjectBucket | None = None) -> None:
         self._state, self._bucket = state, bucket
         self._timeout_s = state.deadlines.timeout_s
-        self._deadline = PhaseDeadline(self._timeout_s)
+        self._deadline = comm.PhaseDeadline(self._timeout_s)
         self._contents: dict[str, bytearray] = {}
-        self._sources: dict[Source, tuple[int, Offer]] = {}
+        self._sources: dict[comm.Source, tuple[int, Offer]] = {}
         self.exchange = -1
 
     def receive(self, seats: Sequence[int]) -> None:
@@ -151,7 +135,7 @@ class Receiver:
         started = time.monotonic()
         latest: dict[int, Offer] = {}
 
-        def find() -> list[Source]:
+        def find() -> list[comm.Source]:
             check()
             offers = self._offers(seats)
             latest.update({seat: offer for seat, offer in offers.items() if offer is not None and serves(offer)})
@@ -161,7 +145,7 @@ class Receiver:
             self._sources.update(found)
             return list(found)
 
-        fetch = Fetch(self._contents, kept, self._deadline, self._bucket)
+        fetch = comm.Fetch(self._contents, kept, self._deadline, self._bucket)
         fetched = fetch.run(find, self._state.deadlines.beat_s / 4)
         if fetched is None:
             whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
@@ -206,7 +190,7 @@ class Receiver:
 
     def latest_step(self) -> int:
         """The last step of any member that holds the same state, as far as they answer; -1 if none does."""
-        ends = [ask_now(source, min(self._timeout_s, 1.0), self._bucket) for source in self._sources]
+        ends = [comm.ask_now(source, min(self._timeout_s, 1.0), self._bucket) for source in self._sources]
         return max((end[1] for end in ends if end is not None and end[0] == self.exchange), default=-1)
 
     def take(self, step: int) -> None:
@@ -215,7 +199,7 @@ class Receiver:
         All ranks of the island have received theirs: they compare what they load.
         """
         contents, self._contents = self._contents, {}
-        parts = {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
+        parts = {name: comm.decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}
         self._state.take(parts, step)
 
 
@@ -235,7 +219,7 @@ class Closing:
         seat: seat of the island.
     """
 
-    def __init__(self, cells: Cells, seat: int) -> None:
+    def __init__(self, cells: comm.Cells, seat: int) -> None:
         self._cells, self._seat = cells, seat
         self._last = (0, 0)
         self._over: deque[str] = deque()
@@ -283,10 +267,10 @@ class Counterparts:
         exchange: number of the exchange that was begun last.
     """
 
-    def __init__(self, state: MemberState, store: Store, backend: str, tell: Callable[[Epoch], None]) -> None:
+    def __init__(self, state: MemberState, store: comm.Store, backend: str, tell: Callable[[Epoch], None]) -> None:
         self._state, self._store, self._backend, self._tell = state, store, backend, tell
-        self._connecting = PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
-        bucket = bucket_of(store)
+        self._connecting = comm.PhaseDeadline(state.deadlines.meet_s, state.deadlines.silence_s)
+        bucket = comm.bucket_of(store)
         self.donor, self.receiver = Donor(state, bucket), Receiver(state, bucket)
         self.closing = None if bucket is None else Closing(state.cells, state.seat)
         self._sent_before = 0
@@ -311,7 +295,7 @@ class Counterparts:
         }
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[ProcessGroup]:
+    def call(self) -> Iterator[comm.ProcessGroup]:
         """The members of the epoch, for a call that is ended if one of them is gone."""
         assert self._state.link is not None
         self.busy = True
@@ -333,7 +317,7 @@ class Counterparts:
         _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
         self._tell(epoch)
 
-    def _connect(self, epoch: Epoch) -> ProcessGroup:
+    def _connect(self, epoch: Epoch) -> comm.ProcessGroup:
         """The ranks of this number in the islands of ``epoch``. Collective among them."""
         state, deadlines = self._state, self._state.deadlines
         name = f"epoch{epoch.number}" + (f"/rank{state.rank}" if state.rank else "")
@@ -347,7 +331,7 @@ class Counterparts:
                         f"seat {other} does not come to {name}: {why}", rank=state.seat, peers=[other]
                     )
 
-        return group_of_seats(
+        return comm.group_of_seats(
             self._store, epoch.members, state.seat, name, backend=self._backend, timeout_s=deadlines.timeout_s,
             meet_s=deadlines.meet_s, look=look, connecting=self._connecting,
         )  # fmt: skip

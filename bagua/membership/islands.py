@@ -7,41 +7,95 @@ import contextlib
 import dataclasses
 import logging
 import os
+import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
-from bagua import __version__, env
+from bagua import __version__, comm, env
 from bagua.checks import check_kind, check_numbers, check_whole
-from bagua.comm import (
-    DEFAULT_TIMEOUT_S,
-    Cells,
-    Group,
-    PrefixStore,
-    ProcessGroup,
-    Store,
-    as_group,
-    as_seconds,
-    bucket_of,
-    close_store,
-    get_default_group,
-    is_initialized,
-    open_store,
-)
+from bagua.comm import Group, ProcessGroup, Store
 from bagua.errors import BaguaError, CommunicatorClosedError, ConfigurationError, PeerLostError, StoreLostError
-from bagua.membership.checkpoint import check_place, place_of, read_state, unusable, write_state
 from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch
-from bagua.membership.island import Island, different, require_same
+from bagua.membership.island import Island, different, first_difference, require_same
 from bagua.membership.pace import Announced
 from bagua.membership.participant import Participant
 from bagua.membership.state import Attempt, Deadlines, MemberState, Samples, Training, take_seat
+
+
+def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
+    """Refuse what is no path, and one file for several ranks of an island."""
+    check_kind((str, os.PathLike, type(None)), "a path, or None", **places)
+    for argument, place in places.items():
+        if place is not None and ranks > 1 and "{rank}" not in os.fspath(place):
+            raise ConfigurationError(
+                "one file for all ranks of this island",
+                argument=argument,
+                expected="a path that contains {rank}: each rank has a file of its own",
+                seen=os.fspath(place),
+            )
+
+
+def place_of(place: str | os.PathLike[str] | None, seat: int, rank: int) -> Path | None:
+    """The file of one rank: ``{seat}`` and ``{rank}`` are replaced."""
+    if place is None:
+        return None
+    return Path(os.fspath(place).replace("{seat}", str(seat)).replace("{rank}", str(rank)))
+
+
+def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -> None:
+    """Write a state that ``torch.load`` can read, in the place of what ``file`` was; all of it, or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with draft.open("wb") as open_file:
+            torch.save({"facts": list(facts), "state": dict(state)}, open_file)
+            open_file.flush()
+            os.fsync(open_file.fileno())
+        torch.load(draft, map_location="cpu", weights_only=True, mmap=True)  # What cannot be read is no checkpoint.
+        draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
+    """The state that ``write_state`` has written for the same model and training. The algorithm may be another."""
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        theirs, state = list(saved["facts"]), dict(saved["state"])
+    except Exception as error:  # torch has many ways to say that it is no such file
+        raise unusable(file, error) from error
+    here, there = _of_model(facts), _of_model(theirs)
+    if here != there:
+        one, other = first_difference(here, there)
+        raise unusable(file, ValueError(f"it was saved by another model or training: {other}, and here is {one}"))
+    return state
+
+
+def _of_model(facts: Sequence[str]) -> list[str]:
+    return [fact for fact in facts if not fact.startswith("algorithm ")]
+
+
+def unusable(file: Path, error: Exception) -> BaguaError:
+    """The error of a file from which islands cannot begin, because of ``error``."""
+    if isinstance(error, BaguaError):
+        return error
+    return ConfigurationError(
+        f"islands cannot begin from this file: {str(error) or type(error).__name__}",
+        argument="resume",
+        expected="a file that join_islands(checkpoint=...) has written for the same model",
+        seen=str(file),
+    )
+
 
 _log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
@@ -104,7 +158,7 @@ class Islands:
         checkpoint: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._bucket = bucket_of(store)
+        self._bucket = comm.bucket_of(store)
         backend = backend or ("gloo" if self._bucket is None else "bucket")
         is_slow = self._bucket is not None and not self._bucket.is_folder
         usual = _DEADLINES_OF_BUCKETS if is_slow else _DEADLINES
@@ -112,12 +166,12 @@ class Islands:
         self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
-        part = PrefixStore(f"islands/{name}", store)
+        part = comm.PrefixStore(f"islands/{name}", store)
         self._history: deque[str] = deque(maxlen=64)
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
         self._lost_rank: tuple[int, str] | None = None
-        cells, island = Cells(part, where), Island(group)
+        cells, island = comm.Cells(part, where), Island(group)
         facts = [
             *(f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"),
             *(f"ranks of an island={island.size}", f"resumes={resume is not None}"),
@@ -195,7 +249,7 @@ class Islands:
             if error is not None:  # The other ranks may be waiting for this one.
                 self._island.abort(reason)
             self._island.close()
-            close_store(self._whole_store)
+            comm.close_store(self._whole_store)
             _living.discard(self)
 
     def __enter__(self) -> Self:
@@ -449,7 +503,7 @@ def join_islands(
             "fewer begin than may go on", argument="minimum", expected=f"at most size, which is {size}", seen=minimum
         )
     chosen = env.timeout_s() if timeout is None else timeout
-    timeout_s = DEFAULT_TIMEOUT_S if chosen is None else as_seconds(chosen)
+    timeout_s = comm.DEFAULT_TIMEOUT_S if chosen is None else comm.as_seconds(chosen)
     begin, chosen_name = size or minimum or 1, name or "default"
     facts = [f"where={found}", f"size={begin}", f"minimum={minimum}", f"name={chosen_name}", f"timeout={timeout_s:g}"]
     group = _ranks_of_island(process_group)
@@ -463,7 +517,7 @@ def join_islands(
         )  # fmt: skip
     except BaseException:
         if opened is not None:
-            close_store(opened)
+            comm.close_store(opened)
         if group is not None:
             group.close()
         raise
@@ -471,9 +525,9 @@ def join_islands(
 
 def _ranks_of_island(process_group: Group | None) -> ProcessGroup | None:
     """The ranks of this island, over connections of their own; None for one. Collective."""
-    if process_group is None and not is_initialized():
+    if process_group is None and not comm.is_initialized():
         return None
-    group = get_default_group() if process_group is None else as_group(process_group, "process_group")
+    group = comm.get_default_group() if process_group is None else comm.as_group(process_group, "process_group")
     return group.duplicate("islands") if group.size > 1 else None
 
 
@@ -488,7 +542,7 @@ def _opened_together(
     """
     failure: BaguaError | None = None
     try:
-        store = open_store(where, timeout_s, objects)
+        store = comm.open_store(where, timeout_s, objects)
     except BaguaError as error:
         failure = error
     stranger = Island(group).compare(facts, "" if failure is None else failure.problem)
@@ -496,7 +550,7 @@ def _opened_together(
         raise failure
     if stranger is None:
         return store
-    close_store(store)
+    comm.close_store(store)
     rank, theirs, problem = stranger
     if problem:
         raise StoreLostError(f"rank {rank} of this island: {problem}", peers=[rank])
@@ -506,7 +560,7 @@ def _opened_together(
     )  # fmt: skip
 
 
-def _sit_down(cells: Cells, facts: list[str]) -> int:
+def _sit_down(cells: comm.Cells, facts: list[str]) -> int:
     require_same(cells, "job", facts, "runs")
     return take_seat(cells)
 

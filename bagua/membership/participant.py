@@ -185,25 +185,22 @@ class Participant:
         """
         self._state.attempt = attempt
         if self._island.leads:
-            self._lead_exchange(alike)
+            self._alike.begin(alike)
+            with self._island.leading(self._outcome):
+                self._state.standing = self._standing.enter()
+                number = self._standing.entered
+                members = self._standing.epoch.members
+                while not self._attempt():
+                    self._change()
+                    if self._standing.applied >= number:  # All who stay hold the result, which those before have made.
+                        break
+                    members = self._standing.epoch.members
+                    self._state.standing = self._standing.enter()
+                self._state.contributed = members
         else:
             self._state.contributed, self._state.called = self._follow()
         if not self._early:
             self._counterparts.donor.withdraw()
-
-    def _lead_exchange(self, alike: Sequence[torch.Tensor]) -> None:
-        self._alike.begin(alike)
-        with self._island.leading(self._outcome):
-            self._state.standing = self._standing.enter()
-            number = self._standing.entered
-            members = self._standing.epoch.members
-            while not self._attempt():
-                self._change()
-                if self._standing.applied >= number:  # All who stay hold the result, which those before have made.
-                    break
-                members = self._standing.epoch.members
-                self._state.standing = self._standing.enter()
-            self._state.contributed = members
 
     def _follow(self) -> Any:
         """Do what the first rank says in this call. It may be gone, and have said nothing, because the store is.

@@ -12,7 +12,7 @@ import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
-from bagua.membership.checkpoint import write_state
+from bagua.membership.islands import write_state
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError

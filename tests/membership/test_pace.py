@@ -15,7 +15,7 @@ from bagua.engine.options import EngineOptions
 from bagua.engine.state.equality import EqualityCheck
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.membership import Announced, Pace, contributions, participant
-from bagua.membership.checkpoint import write_state
+from bagua.membership.islands import write_state
 from bagua.membership.pace import numbers_of
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError

@@ -242,7 +242,7 @@ def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes
         late = isinstance(part, dict) and "buckets" in part
         return memory, (lambda: asked.wait(60) and copy()) if late else copy
 
-    monkeypatch.setattr("bagua.membership.counterparts.encoded_later", held_up)
+    monkeypatch.setattr("bagua.comm.encoded_later", held_up)
     with joined(new_store(), 1) as islands:
         model = wrapped(islands, "diloco")
         train(islands, model, PERIOD)
