@@ -260,7 +260,12 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
         for event in _of_rank(rank, lines, shifts[rank], ", whose clock was compared with no other" * (rank in unknown))
     ]
     compared = traces.keys() - set(unknown)
-    comers = _comers({rank: traces[rank] for rank in sorted(compared)}, shifts)
+    comers: _Comers = {}  # For each collective what it was, and when each rank came.
+    for rank in sorted(compared):
+        for line in traces[rank]:
+            if "call" in line and line["kind"] not in ("send", "recv", "sendrecv"):
+                _, came = comers.setdefault(_key(line), (line["call"], {}))
+                came[rank] = _since(line["begun"], shifts[rank])
     events += _arrivals(max(traces) + 1, comers)
     waits, lasts = _waits(comers)
     spent_s = (max(times, default=0.0) - start) * 1e-6 * max(len(traces) - 1, 1)
@@ -351,14 +356,3 @@ def _arrivals(process: int, of_calls: _Comers) -> Iterator[Line]:
         yield {"ph": "X", "name": text, "cat": "arrivals", "ts": first, "dur": last - first, "args": late, **place}
         for rank, moment in came.items():
             yield {"ph": "i", "s": "t", "name": f"rank {rank}", "cat": "arrivals", "ts": moment, **place}
-
-
-def _comers(traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float]) -> _Comers:
-    """For each collective what it was, and when each rank came."""
-    found: _Comers = {}
-    for rank, lines in traces.items():
-        for line in lines:
-            if "call" in line and line["kind"] not in ("send", "recv", "sendrecv"):
-                _, came = found.setdefault(_key(line), (line["call"], {}))
-                came[rank] = _since(line["begun"], shifts[rank])
-    return found

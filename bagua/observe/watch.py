@@ -167,11 +167,6 @@ _watches = _Watches()
 observers.append(_watches)
 
 
-def watch_of(recorder: Recorder) -> RankWatch | None:
-    """The watch on a rank; None if it was initialized before this module was imported."""
-    return _watches.of.get(recorder)
-
-
 def metrics() -> dict[str, float]:
     """What communication cost this rank since ``init_process_group``, and what it says about training.
 
@@ -203,7 +198,7 @@ def metrics() -> dict[str, float]:
     """
     group = get_default_group()
     recorder = group.recorder
-    times, watch = recorder.times(), watch_of(recorder)
+    times, watch = recorder.times(), _watches.of.get(recorder)
     moving = times.exposed_s + times.hidden_s
     reading = Reading.of(recorder)
     lately = reading.since(Reading(recorder.began, {}, 0.0) if watch is None else watch.readings[0])

@@ -185,7 +185,7 @@ def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch)
     seen = threading.Event()
 
     def job() -> tuple[int, float]:
-        watch = watch_module.watch_of(bagua.comm.get_default_group().recorder)
+        watch = watch_module._watches.of.get(bagua.comm.get_default_group().recorder)
         assert watch is not None
         until = time.monotonic() + 60
         tensor = torch.zeros(1)
