@@ -21,9 +21,7 @@ from bagua.parallel.module import come_in as come_in
 from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper, bagua_init
 
 if TYPE_CHECKING:
-    from bagua.parallel.decentralized import DecentralizedDataParallel as DecentralizedDataParallel
-    from bagua.parallel.decentralized import LRSchedulerFunction as LRSchedulerFunction
-    from bagua.parallel.decentralized import OptimizerFunction as OptimizerFunction
+    from bagua.parallel.decentralized import *
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any, NoReturn
@@ -15,18 +15,10 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import Never
 
+from bagua import engine
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags, check_kind, check_numbers, refuse
 from bagua.comm import ProcessGroup, as_group
-from bagua.engine import (
-    begin_training,
-    broadcast_buffers_of,
-    check_grad_scaler,
-    check_module,
-    check_optional_flag,
-    optimizer_list,
-    refuse_unknown,
-)
 from bagua.errors import ConfigurationError
 from bagua.parallel.wrappers import OverlappingWrapper
 
@@ -45,12 +37,6 @@ _MISSING: dict[str, tuple[object, str]] = {
     "batched_grad_copy": (False, "Gradients are copied into their bucket one by one, as they arrive; leave it out."),
     "lazy_bucket_allocation": (False, "Buckets keep their memory, and gradients are views of it; leave it out."),
 }
-
-
-def refuse_what_is_missing(given: Mapping[str, object]) -> None:
-    """Raise ``ConfigurationError`` for the first argument that asks for what does not exist here."""
-    for argument, (nothing, advice) in _MISSING.items():
-        refuse(argument, given[argument], nothing, advice, of="torch's DistributedDataParallel")
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
@@ -102,7 +88,7 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         >>> buffer_policy(None, None), buffer_policy(False, None), buffer_policy(None, False)
         ((True, True), (False, False), (True, False))
     """
-    check_optional_flag(broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers)
+    engine.check_optional_flag(broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers)
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None and broadcast_buffers != forward_sync_buffers:
             raise ConfigurationError(
@@ -115,15 +101,6 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         return True, forward_sync_buffers
     wanted = True if broadcast_buffers is None else broadcast_buffers
     return wanted, wanted
-
-
-def check_devices(device_ids: object, output_device: object) -> None:
-    """Raise ``InvalidTypeError`` for what cannot name devices."""
-    expected = "a device, or its number"
-    check_kind((list, tuple, NoneType), "a list of one device, or None", device_ids=device_ids)
-    for device in device_ids if isinstance(device_ids, list | tuple) else ():
-        check_kind((int, torch.device, str), expected, device_ids=device)
-    check_kind((int, torch.device, str, NoneType), f"{expected}, or None", output_device=output_device)
 
 
 def input_device(
@@ -255,24 +232,35 @@ class DistributedDataParallel(OverlappingWrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1], algorithm)
-        refuse_what_is_missing(locals())
-        check_module(module)
-        _refuse_frozen(module)
+        engine.refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1], algorithm)
+        for argument, (nothing, advice) in _MISSING.items():
+            refuse(argument, locals()[argument], nothing, advice, of="torch's DistributedDataParallel")
+        engine.check_module(module)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigurationError(
+                "no parameter of the module requires a gradient",
+                argument="module",
+                expected="something to train",
+                seen=type(module).__name__,
+            )
         check_flags(
             init_sync=init_sync,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        check_grad_scaler(grad_scaler)
-        check_devices(device_ids, output_device)
+        engine.check_grad_scaler(grad_scaler)
+        expected = "a device, or its number"
+        check_kind((list, tuple, NoneType), "a list of one device, or None", device_ids=device_ids)
+        for one in device_ids or ():
+            check_kind((int, torch.device, str), expected, device_ids=one)
+        check_kind((int, torch.device, str, NoneType), f"{expected}, or None", output_device=output_device)
         at_the_start, before_forward = buffer_policy(broadcast_buffers, forward_sync_buffers)
         device = input_device(module, device_ids, output_device)
         group = resolve_group(process_group, device_mesh)
         super().__init__(
             module,
-            optimizer_list(optimizers),
+            engine.optimizer_list(optimizers),
             fusion=gradient_as_bucket_view,
             process_group=group,
             algorithm=algorithm,
@@ -285,7 +273,7 @@ class DistributedDataParallel(OverlappingWrapper):
         self._buffer_group: ProcessGroup | None = None
         self._buffers_are_due = True
         if init_sync:
-            begin_training(self.reducer, average=False, broadcast_buffers=at_the_start)
+            engine.begin_training(self.reducer, average=False, broadcast_buffers=at_the_start)
         if before_forward and group.size > 1 and any(True for _ in module.buffers()):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")
@@ -313,7 +301,7 @@ class DistributedDataParallel(OverlappingWrapper):
         if self._buffer_group is not None:
             joining = self._engine.joining
             root = 0 if joining is None else joining.active[0]
-            broadcast_buffers_of(self.module, root, comm=self._buffer_group.global_communicator)
+            engine.broadcast_buffers_of(self.module, root, comm=self._buffer_group.global_communicator)
 
     def bagua_close(self) -> None:
         """See ``EngineAccess``."""
@@ -358,16 +346,6 @@ def _take_buffers(reference: weakref.ref[DistributedDataParallel]) -> None:
     wrapper = reference()
     if wrapper is not None:
         wrapper.take_buffers()
-
-
-def _refuse_frozen(module: torch.nn.Module) -> None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigurationError(
-            "no parameter of the module requires a gradient",
-            argument="module",
-            expected="something to train",
-            seen=type(module).__name__,
-        )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

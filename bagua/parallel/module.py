@@ -14,26 +14,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from typing_extensions import Never
 
+from bagua import engine
 from bagua.algorithms import Algorithm, DistributedAlgorithm, OverIslands, as_algorithm
 from bagua.checks import check_flags, check_kind
 from bagua.comm import Group, ProcessGroup, as_group, get_default_group, is_initialized, solo_group
-from bagua.engine import (
-    DEFAULT_BUCKET_BYTES,
-    SWITCH,
-    BackwardHooks,
-    EngineAccess,
-    EngineOptions,
-    Reducer,
-    Wrapping,
-    begin_training,
-    check_module,
-    name_of_rank,
-    refuse_in_join,
-    refuse_unknown,
-    replace_engine,
-    sendable,
-    take_state,
-)
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.membership import Islands
 from bagua.parallel.wrappers import DistributedModule
@@ -54,7 +38,7 @@ class _Wrapped(type):
         return _ENGINE in getattr(instance, "__dict__", ())
 
 
-class BaguaModule(EngineAccess, torch.nn.Module, metaclass=_Wrapped):
+class BaguaModule(engine.EngineAccess, torch.nn.Module, metaclass=_Wrapped):
     """What a module becomes through ``with_bagua``: the same object, of the same class, with an engine.
 
     A wrapped module answers to the names below. Those that begin with ``bagua_`` are its own; ``no_sync``, ``join`` and
@@ -85,7 +69,7 @@ class _OfWrapped:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._what: Any = vars(EngineAccess)[name]
+        self._what: Any = vars(engine.EngineAccess)[name]
 
     def __get__(self, module: torch.nn.Module | None, kind: type) -> Any:
         if module is None:
@@ -106,13 +90,6 @@ def _refuse_plain(name: str, module: torch.nn.Module, *_: Any, **__: Any) -> NoR
         seen=f"a {type(module).__name__} without an engine",
         advice="Wrap it first, or call this on the model that was wrapped; copies of it are plain modules.",
     )
-
-
-def _answer_to_names() -> None:
-    """Let wrapped modules answer to the names of ``EngineAccess`` that cannot be the user's."""
-    for name in vars(EngineAccess):
-        if name.startswith("bagua_") and name not in vars(torch.nn.Module):
-            setattr(torch.nn.Module, name, _OfWrapped(name))
 
 
 # The hooks on a wrapped module. A shallow copy of it has the same hooks, so they look for the engine.
@@ -136,23 +113,25 @@ def _before_state_dict(module: torch.nn.Module, *_: Any) -> None:
 do_not_compile(_before_forward, _after_forward)
 
 
-def _put_on(module: torch.nn.Module, engine: BackwardHooks) -> None:
+def _put_on(module: torch.nn.Module, hooks: engine.BackwardHooks) -> None:
     """Give ``module`` its engine; the first time, hooks and names as well."""
-    wrapping = Wrapping.to(module)
+    wrapping = engine.Wrapping.to(module)
     known = isinstance(module, BaguaModule)
-    wrapping.add(names={_ENGINE: engine})
+    wrapping.add(names={_ENGINE: hooks})
     if known:
         return
-    _answer_to_names()
+    for name in vars(engine.EngineAccess):  # Wrapped modules answer to those that cannot be the user's.
+        if name.startswith("bagua_") and name not in vars(torch.nn.Module):
+            setattr(torch.nn.Module, name, _OfWrapped(name))
     handles = [
         module.register_forward_pre_hook(_before_forward, prepend=True),
         module.register_forward_hook(_after_forward),
         module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
     ]
-    if not hasattr(module, SWITCH):
-        setattr(module, SWITCH, True)
+    if not hasattr(module, engine.SWITCH):
+        setattr(module, engine.SWITCH, True)
     of_ddp = [name for name in ("no_sync", "join") if not hasattr(module, name)]
-    wrapping.add(handles, {name: MethodType(vars(EngineAccess)[name], module) for name in of_ddp})
+    wrapping.add(handles, {name: MethodType(vars(engine.EngineAccess)[name], module) for name in of_ddp})
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -171,12 +150,12 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         >>> plain.weight is model.weight, isinstance(plain, BaguaModule)
         (True, False)
     """
-    check_module(model, "model")
+    engine.check_module(model, "model")
     if isinstance(model, DistributedModule):
         return model.unwrap()
     if not isinstance(model, BaguaModule):
         return model
-    return Wrapping.to(model).twin()
+    return engine.Wrapping.to(model).twin()
 
 
 def with_bagua(
@@ -189,7 +168,7 @@ def with_bagua(
     broadcast_buffers: bool = True,
     delay_reduce: bool = False,
     align_bytes: int = 8,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = engine.DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_every: int | None = None,
@@ -243,9 +222,9 @@ def with_bagua(
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> bagua.destroy_process_group()
     """
-    refuse_unknown(unknown, with_bagua.__kwdefaults__ or (), algorithm)
+    engine.refuse_unknown(unknown, with_bagua.__kwdefaults__ or (), algorithm)
     _refuse_other_order(self, optimizers)
-    check_module(self, "model")
+    engine.check_module(self, "model")
     check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers, elastic=elastic)
     if isinstance(self, torch.jit.ScriptModule):
         raise ConfigurationError(
@@ -255,7 +234,7 @@ def with_bagua(
             seen=type(self).__name__,
             advice="Use DistributedDataParallel, or torch.compile in place of torch.jit.",
         )
-    options = EngineOptions(
+    options = engine.EngineOptions(
         bucket_bytes=bucket_bytes,
         align_bytes=align_bytes,
         fusion=do_flatten,
@@ -265,18 +244,30 @@ def with_bagua(
         check_every=check_every,
     )
     group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)
-    before: BackwardHooks | None = self.__dict__.get(_ENGINE)
-    refuse_to_switch(before)
-    refuse_in_join(before)
-    reducer = Reducer.of(self, optimizers, over, group, options)
+    before: engine.BackwardHooks | None = self.__dict__.get(_ENGINE)
+    if before is not None and not before.closed and isinstance(before.reducer.formation.declaration, OverIslands):
+        raise ConfigurationError(
+            "this model trains between islands",
+            argument="algorithm",
+            expected="the one that all islands have agreed on",
+            seen="another one, or the same once more",
+            advice="Leave the islands and call bagua_close() first.",
+        )
+    engine.refuse_in_join(before)
+    reducer = engine.Reducer.of(self, optimizers, over, group, options)
     average = before is not None and not before.closed
-    engine = replace_engine(before, reducer)
+    hooks = engine.replace_engine(before, reducer)
     declared = reducer.formation.declaration
-    if before is not None and average and before.reducer.formation.declaration == declared:
-        _warn_of_repetition(reducer)
-    begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
-    _put_on(self, engine)
-    come_in(engine, between)
+    again = before is not None and average and before.reducer.formation.declaration == declared
+    if again and reducer.group.rank == 0:
+        _log.warning(
+            "this model was wrapped with %r before, and is wrapped with it again, which averages the weights over all "
+            "ranks. Wrap it once; with another algorithm, wrapping again switches to that.",
+            declared,
+        )
+    engine.begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
+    _put_on(self, hooks)
+    come_in(hooks, between)
     return self
 
 
@@ -295,15 +286,6 @@ def _refuse_other_order(model: object, optimizers: object) -> None:
         seen=f"{type(model).__name__}, then {type(optimizers).__name__}",
         advice="Call with_bagua(model, optimizer, 'gradient_allreduce'), or model.with_bagua(optimizer).",
     )
-
-
-def _warn_of_repetition(reducer: Reducer) -> None:
-    if reducer.group.rank == 0:
-        _log.warning(
-            "this model was wrapped with %r before, and is wrapped with it again, which averages the weights over all "
-            "ranks. Wrap it once; with another algorithm, wrapping again switches to that.",
-            reducer.formation.declaration,
-        )
 
 
 def install_with_bagua() -> None:
@@ -360,22 +342,6 @@ def group_of_island(process_group: Group | None, islands: Islands | None) -> Gro
     return group
 
 
-def refuse_to_switch(before: BackwardHooks | None) -> None:
-    """Refuse another engine for a model that trains between islands: the other islands would wait for this one.
-
-    Raises:
-        ConfigurationError: ``before`` is such an engine, and is in use.
-    """
-    if before is not None and not before.closed and isinstance(before.reducer.formation.declaration, OverIslands):
-        raise ConfigurationError(
-            "this model trains between islands",
-            argument="algorithm",
-            expected="the one that all islands have agreed on",
-            seen="another one, or the same once more",
-            advice="Leave the islands and call bagua_close() first.",
-        )
-
-
 class HasState(Protocol):
     """What gives its state away and takes that of another, as an optimizer does."""
 
@@ -386,34 +352,34 @@ class HasState(Protocol):
         """Replace it."""
 
 
-def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence[HasState] | None = None) -> None:
-    """Come in with the model of ``engine``: wait until this process takes part, and has the state of the others.
+def come_in(hooks: engine.BackwardHooks, islands: Islands | None, optimizers: Sequence[HasState] | None = None) -> None:
+    """Come in with the model of ``hooks``: wait until this process takes part, and has the state of the others.
 
     Args:
-        engine: engine of the model.
+        hooks: hooks of the engine of the model.
         islands: islands that it comes into; None for none.
         optimizers: optimizers whose state a newcomer receives; None for those of the engine.
     """
     if islands is None:
         return
-    state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
+    state = _State(hooks.reducer, hooks.reducer.optimizers if optimizers is None else optimizers)
     try:
-        exchanges = engine.reducer.formation.declaration.every_exchange()
+        exchanges = hooks.reducer.formation.declaration.every_exchange()
         early = not any("gradients" in one.needs for one in exchanges)
-        islands.bind(engine.reducer.formation.facts, state, early=early)
-        engine.reducer.after_failure = islands.save_if_lost
-        gauges = engine.reducer.group.gauges
+        islands.bind(hooks.reducer.formation.facts, state, early=early)
+        hooks.reducer.after_failure = islands.save_if_lost
+        gauges = hooks.reducer.group.gauges
         gauges.update(islands.metrics())
         islands.on_change(lambda *_: gauges.update(islands.metrics()))
     except BaseException:
-        engine.close()
+        hooks.close()
         raise
 
 
 class _State:
     """All that a newcomer receives: weights, buffers, optimizers, and what the algorithm remembers."""
 
-    def __init__(self, reducer: Reducer, optimizers: Sequence[HasState]) -> None:
+    def __init__(self, reducer: engine.Reducer, optimizers: Sequence[HasState]) -> None:
         self._reducer = reducer
         self._optimizers = optimizers
 
@@ -423,8 +389,8 @@ class _State:
         remembered = reducer.state_dict(copy=False)
         return {
             "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
-            "optimizers": [sendable(optimizer.state_dict()) for optimizer in self._optimizers],
-            "engine": {**remembered, name_of_rank(remembered["rank"]): _NOTHING_OF_ITS_OWN},
+            "optimizers": [engine.sendable(optimizer.state_dict()) for optimizer in self._optimizers],
+            "engine": {**remembered, engine.name_of_rank(remembered["rank"]): _NOTHING_OF_ITS_OWN},
         }
 
     def step(self) -> int:
@@ -440,11 +406,11 @@ class _State:
                 here[name].copy_(tensor)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             if isinstance(optimizer, torch.optim.Optimizer):
-                take_state(optimizer, found)
+                engine.take_state(optimizer, found)
             else:
                 optimizer.load_state_dict(found)
-        engine = state["engine"]
-        reducer.load_state_dict({**engine, "step": max(step, engine["step"])})
+        remembered = state["engine"]
+        reducer.load_state_dict({**remembered, "step": max(step, remembered["step"])})
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,26 +12,10 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self, Unpack
 
+from bagua import engine
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.checks import check_flags
-from bagua.engine import (
-    DEFAULT_BUCKET_BYTES,
-    BackwardHooks,
-    BucketType,
-    EngineAccess,
-    EngineOptions,
-    Reducer,
-    ReducerOptions,
-    SwitchOptions,
-    begin_training,
-    check_bucket_bytes,
-    check_module,
-    check_optional_flag,
-    optimizer_list,
-    refuse_in_join,
-    refuse_unknown,
-    replace_engine,
-)
+from bagua.engine import BucketType, Reducer, ReducerOptions, SwitchOptions
 from bagua.errors import ConfigurationError
 
 
@@ -56,7 +40,7 @@ class DistributedModule(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        check_module(module)
+        engine.check_module(module)
         super().__init__()
         self.module = module
         # For the case that this wrapper is a submodule of a module whose load_state_dict is called.
@@ -91,7 +75,7 @@ def _insert_prefix(_wrapper: torch.nn.Module, state_dict: dict[str, Any], prefix
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
-class OverlappingWrapper(EngineAccess, DistributedModule):
+class OverlappingWrapper(engine.EngineAccess, DistributedModule):
     """Runs a module, and exchanges its gradients while the backward pass is still going on.
 
     Building one is collective. It starts from the parameters that the module has;
@@ -148,7 +132,7 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
             )
         reducer = Reducer(
             module,
-            optimizer_list(optimizers),
+            engine.optimizer_list(optimizers),
             bucket_type,
             hierarchical_reduce=hierarchical_reduce,
             align_bytes=align_bytes,
@@ -158,11 +142,11 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
             delay_reduce=delay_reduce,
             **kwargs,
         )
-        self._engine = BackwardHooks(reducer)
+        self._engine = engine.BackwardHooks(reducer)
         self.create_hooks()
 
     @property
-    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+    def _bagua_engine(self) -> engine.BackwardHooks:  # type: ignore[override]
         return self._engine
 
     @property
@@ -211,7 +195,7 @@ _OPTIONS = tuple(sorted(SwitchOptions.__annotations__))
 _DOCUMENTED = ("broadcast_buffers", "delay_reduce", "hierarchical_reduce", "intra_comm_root_rank", "message_size")
 
 
-class ModelSwitchWrapper(EngineAccess, DistributedModule):
+class ModelSwitchWrapper(engine.EngineAccess, DistributedModule):
     """A module that trains on many ranks, with an algorithm that can be changed during training.
 
     It does nothing before the first ``switch_to``. That gives all ranks rank 0's
@@ -254,25 +238,32 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         broadcast_buffers: bool = True,
         delay_reduce: bool = False,
         hierarchical_reduce: bool | None = None,
-        message_size: int = DEFAULT_BUCKET_BYTES,
+        message_size: int = engine.DEFAULT_BUCKET_BYTES,
         intra_comm_root_rank: int = 0,
         **kwargs: Unpack[SwitchOptions],
     ) -> None:
         super().__init__(module)
         _refuse_unknown(kwargs)
         check_flags(broadcast_buffers=broadcast_buffers, delay_reduce=delay_reduce)
-        check_optional_flag(hierarchical_reduce=hierarchical_reduce)
-        self._optimizers = optimizer_list(optimizer, "optimizer")
+        engine.check_optional_flag(hierarchical_reduce=hierarchical_reduce)
+        self._optimizers = engine.optimizer_list(optimizer, "optimizer")
         self._broadcast_buffers = broadcast_buffers
         self._delay_reduce = delay_reduce
         self._hierarchical_reduce = hierarchical_reduce
-        _check_one_size(message_size, kwargs)
+        bucket_bytes = kwargs.get("bucket_bytes", message_size)
+        if message_size not in (engine.DEFAULT_BUCKET_BYTES, bucket_bytes):
+            raise ConfigurationError(
+                "two arguments say how large buckets are",
+                argument="bucket_bytes",
+                expected="one of message_size and bucket_bytes",
+                seen=f"{message_size} and {bucket_bytes}",
+            )
         self._options: dict[str, Any] = {
-            "bucket_bytes": check_bucket_bytes(message_size, "message_size"),
+            "bucket_bytes": engine.check_bucket_bytes(message_size, "message_size"),
             "intra_comm_root_rank": intra_comm_root_rank,
             **kwargs,
         }
-        self._engine: BackwardHooks | None = None
+        self._engine: engine.BackwardHooks | None = None
 
     def switch_to(self, distributed_algorithm: DistributedAlgorithm | Algorithm | str) -> Self:
         """Train with this algorithm from now on. Collective.
@@ -288,15 +279,15 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             UnsupportedAlgorithmException: there is no such algorithm; the one before stays.
             CollectiveMismatchError: the models or options of the ranks differ.
         """
-        refuse_in_join(self._engine)
+        engine.refuse_in_join(self._engine)
         options = dict(self._options)
         group = options.pop("process_group", None)
         algorithm = _with_hierarchy(distributed_algorithm, self._hierarchical_reduce)
-        checked = EngineOptions(delay_reduce=self._delay_reduce, **options)
+        checked = engine.EngineOptions(delay_reduce=self._delay_reduce, **options)
         reducer = Reducer.of(self.module, self._optimizers, algorithm, group, checked)
         average = self._engine is not None and not self._engine.closed
-        self._engine = replace_engine(self._engine, reducer)
-        begin_training(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
+        self._engine = engine.replace_engine(self._engine, reducer)
+        engine.begin_training(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -305,18 +296,18 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         Raises:
             ConfigurationError: a forward pass in training comes before the first ``switch_to``.
         """
-        engine = self._engine
-        if engine is None:
+        hooks = self._engine
+        if hooks is None:
             if self.training and torch.is_grad_enabled():
                 raise _no_algorithm()
             return self.module(*inputs, **kwargs)
-        engine.before_forward(self.training)
+        hooks.before_forward(self.training)
         output = self.module(*inputs, **kwargs)
-        engine.after_forward(output)
+        hooks.after_forward(output)
         return output
 
     @property
-    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+    def _bagua_engine(self) -> engine.BackwardHooks:  # type: ignore[override]
         if self._engine is None:
             raise _no_algorithm()
         return self._engine
@@ -369,7 +360,7 @@ def bagua_init(
     broadcast_buffers: bool = True,
     delay_reduce: bool = False,
     hierarchical_reduce: bool | None = None,
-    message_size: int = DEFAULT_BUCKET_BYTES,
+    message_size: int = engine.DEFAULT_BUCKET_BYTES,
     *,
     intra_comm_root_rank: int = 0,
     **kwargs: Unpack[SwitchOptions],
@@ -419,12 +410,12 @@ def bagua_init(
 
 def _refuse_unknown(given: Mapping[str, Any], algorithm: DistributedAlgorithm | Algorithm | str | None = None) -> None:
     known = sorted({*_DOCUMENTED, *_OPTIONS})
-    refuse_unknown({name: value for name, value in given.items() if name not in known}, known, algorithm)
+    engine.refuse_unknown({name: value for name, value in given.items() if name not in known}, known, algorithm)
 
 
 def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:
     """The declaration, with the documented meaning of ``hierarchical_reduce``."""
-    check_optional_flag(hierarchical_reduce=hierarchical)
+    engine.check_optional_flag(hierarchical_reduce=hierarchical)
     declaration = as_algorithm(algorithm)
     able = declaration.is_hierarchical is not None
     if hierarchical is None and not isinstance(algorithm, Algorithm):
@@ -432,18 +423,6 @@ def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchi
     if hierarchical or (hierarchical is False and able):
         return declaration.in_form(hierarchical=hierarchical)
     return declaration
-
-
-def _check_one_size(message_size: int, options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigurationError`` if two sizes of buckets are given."""
-    bucket_bytes = options.get("bucket_bytes", message_size)
-    if message_size not in (DEFAULT_BUCKET_BYTES, bucket_bytes):
-        raise ConfigurationError(
-            "two arguments say how large buckets are",
-            argument="bucket_bytes",
-            expected="one of message_size and bucket_bytes",
-            seen=f"{message_size} and {bucket_bytes}",
-        )
 
 
 def _no_algorithm() -> ConfigurationError:
