@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from bagua import errors
 from bagua.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.fields import Flight, How, Model
@@ -44,14 +45,6 @@ from bagua.algorithms.exchanges.values import Add, Gradients, Mean, Replace, Wei
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_numbers, check_whole
 from bagua.comm import Group, ProcessGroup, ReduceOp, Wake, copy_flat, in_background
-from bagua.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-    blame,
-)
 
 _log = logging.getLogger("bagua")
 
@@ -146,7 +139,7 @@ class Averager:
         if self.error is not None and not (training and self.was_left):
             raise copy.copy(self.error) from self.error  # Its traceback must not keep the frames of the training loop.
         if not training and not self._thread.is_alive():
-            raise CommunicatorClosedError("averaging goes on in the process that this one was forked from")
+            raise errors.CommunicatorClosedError("averaging goes on in the process that this one was forked from")
 
     def safe_point(self, buckets: Sequence[Bucket]) -> None:
         """Take in what has come, and put down a snapshot if that is due; without waiting.
@@ -196,7 +189,7 @@ class Averager:
         while not self._stopped.wait(_POLL_S):
             self.check(training=False)
             if until is not None and time.monotonic() > until:
-                raise CollectiveTimeoutError(
+                raise errors.CollectiveTimeoutError(
                     "not all ranks stopped averaging, which must be done together to change a model or its algorithm",
                     rank=self._group.ranks[self._group.rank],
                     peers=[
@@ -260,7 +253,7 @@ class Averager:
                     self._wake.wait(self._pace_s)
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
             self.error = error
-            culprit, reason = blame(error, self._group.ranks[self._group.rank], "averaging of weights")
+            culprit, reason = errors.blame(error, self._group.ranks[self._group.rank], "averaging of weights")
             self._group.abort(reason, culprit)
 
     def _word(self) -> int:
@@ -288,7 +281,7 @@ class Averager:
         elif found == "leave":
             self._end()
         elif found == "mismatch":
-            raise CollectiveMismatchError(
+            raise errors.CollectiveMismatchError(
                 "some ranks call abort(), and others change the model or its algorithm",
                 peers=[rank for rank, word in zip(self._group.ranks, self._words, strict=True) if word & SETTLING],
             )
@@ -316,9 +309,11 @@ class Averager:
         own = self._group.ranks[self._group.rank]
         self.was_left = True
         if own in left:
-            self.error = CommunicatorClosedError("averaging has ended: the model, or its group, was closed", rank=own)
+            self.error = errors.CommunicatorClosedError(
+                "averaging has ended: the model, or its group, was closed", rank=own
+            )
             return
-        self.error = PeerLostError(
+        self.error = errors.PeerLostError(
             f"rank {left[0]} has left, and averaging has ended: its model, or its group, was closed there",
             rank=own,
             peers=left,
@@ -456,7 +451,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
 
     def _check(self, bagua_module: torch.nn.Module) -> None:
         if getattr(bagua_module, "bagua_algorithm", None) is not self:
-            raise ConfigurationError(
+            raise errors.ConfigurationError(
                 "this is not the model that is trained here",
                 argument="bagua_module",
                 expected="the model that was wrapped: model.bagua_algorithm.abort(model)",

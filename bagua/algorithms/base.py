@@ -190,7 +190,6 @@ class Algorithm(ABC):
         Raises:
             ConfigurationError: it cannot.
         """
-        return
 
     def every_exchange(self) -> tuple[Exchange, ...]:
         """The exchanges of all phases."""

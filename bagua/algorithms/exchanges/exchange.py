@@ -225,7 +225,15 @@ class Exchange:
         self._settle_points()
         self.then.check(self)
         _check_places(self)
-        _check_gradients(self)
+        at, until = self.at, self.until
+        for point, touches in ((at, "gradients" in self.needs), (until, "gradients" in self.writes)):
+            if touches and point not in _OF_GRADIENTS:
+                raise ConfigurationError(
+                    f"the gradients of a step are not there, or of no use any more, at {point!r}",
+                    argument="at" if point == at else "until",
+                    expected=" or ".join(map(repr, _OF_GRADIENTS)),
+                    seen=repr(point),
+                )
         _check_states(self)
         _check_contraction(self)
         _check_lag(self)
@@ -295,19 +303,6 @@ def _check_places(exchange: Exchange) -> None:
         )
     if exchange.how is not None and exchange.what is None:
         raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
-
-
-def _check_gradients(exchange: Exchange) -> None:
-    """Gradients are there once a backward pass has brought them, and of use until the optimizers step."""
-    at, until = exchange.at, exchange.until
-    for point, touches in ((at, "gradients" in exchange.needs), (until, "gradients" in exchange.writes)):
-        if touches and point not in _OF_GRADIENTS:
-            raise ConfigurationError(
-                f"the gradients of a step are not there, or of no use any more, at {point!r}",
-                argument="at" if point == at else "until",
-                expected=" or ".join(map(repr, _OF_GRADIENTS)),
-                seen=repr(point),
-            )
 
 
 def _check_states(exchange: Exchange) -> None:
@@ -476,8 +471,5 @@ def differ_between_ranks(exchanges: Sequence[Exchange]) -> bool:
     """
     sent = [one for one in exchanges if one.how is not None]
     uniform = all(one.how.uniform and one.how.lockstep for one in sent if one.how is not None)
-    return not (uniform and any(_synchronizes(one) for one in sent))
-
-
-def _synchronizes(exchange: Exchange) -> bool:
-    return exchange.when.steps == 1 and exchange.then.replaces and "gradients" in exchange.writes
+    gradients = [one for one in sent if one.when.steps == 1 and "gradients" in one.writes]
+    return not (uniform and any(one.then.replaces for one in gradients))

@@ -260,7 +260,6 @@ class How(ABC):
         Raises:
             ConfigurationError: it cannot.
         """
-        return
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse parameters of a dtype that cannot be sent.
@@ -268,7 +267,6 @@ class How(ABC):
         Raises:
             ConfigurationError: it cannot.
         """
-        return
 
     def check_loads(self) -> None:
         """Weights or state are replaced from outside, between two steps. Not collective.
@@ -276,7 +274,6 @@ class How(ABC):
         Raises:
             ConfigurationError: others count on what was there before, and cannot be asked.
         """
-        return
 
     def prepare(self, group: ProcessGroup) -> Any:
         """What ``run`` needs on ``group``, the private one: ``flight.prepared``. May be collective."""
@@ -317,7 +314,6 @@ class Then(ABC):
         Raises:
             ConfigurationError: it cannot.
         """
-        return
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
@@ -329,15 +325,12 @@ class Then(ABC):
         Raises:
             ConfigurationError: it cannot.
         """
-        return
 
     def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
         """The buckets were formed, or the exchange has become part of the algorithm."""
-        return
 
     def start(self, flight: Flight) -> None:
         """The flight is about to start. ``flight.keep`` keeps what is sent."""
-        return
 
     @abstractmethod
     def fold(self, flight: Flight) -> None:

@@ -7,20 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua import primitives
 from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, Flight, How
 from bagua.checks import check_flags
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec
 from bagua.errors import ConfigurationError
-from bagua.primitives import (
-    DifferenceExchange,
-    State,
-    has_two_levels,
-    hierarchical_neighbour_average,
-    is_global_mean,
-    neighbour_average,
-    on_leaders,
-)
 from bagua.topology import Complete, Hierarchical, Round, Topology, create, weighted_by_size
 
 
@@ -40,7 +32,7 @@ class Rounds:
     """
 
     def __init__(self, topology: Topology, group: ProcessGroup, *, hierarchical: bool) -> None:
-        self.by_host = hierarchical and has_two_levels(group)
+        self.by_host = hierarchical and primitives.has_two_levels(group)
         self._topology = topology
         self._host_sizes = group.node_sizes
         self._size = group.size
@@ -66,7 +58,7 @@ class Rounds:
 
 def _is_one_call(mixing: Round) -> bool:
     edges = mixing.edges
-    return edges is not None and (is_global_mean(mixing) or all(len(edge.ranks) < 3 for edge in edges))
+    return edges is not None and (primitives.is_global_mean(mixing) or all(len(edge.ranks) < 3 for edge in edges))
 
 
 @dataclass(frozen=True)
@@ -112,10 +104,12 @@ class Mix(How):
         rounds: Rounds = flight.prepared
         mixing = rounds.round(flight.round)
         if rounds.by_host:
-            hierarchical_neighbour_average(flight.flat, mixing, group, flight.scratch)
+            primitives.hierarchical_neighbour_average(flight.flat, mixing, group, flight.scratch)
             return None
         communicator = group.global_communicator
-        return neighbour_average(flight.flat, mixing, communicator, flight.scratch, async_op=rounds.overlaps())
+        return primitives.neighbour_average(
+            flight.flat, mixing, communicator, flight.scratch, async_op=rounds.overlaps()
+        )
 
 
 @dataclass(frozen=True)
@@ -158,9 +152,9 @@ class DifferenceMix(How):
                 advice="Use DecentralizedAlgorithm for neighbours that change.",
             )
 
-    def state(self) -> tuple[State, ...]:
+    def state(self) -> tuple[primitives.State, ...]:
         """Two estimates, which the first exchange starts."""
-        return DifferenceExchange.state()
+        return primitives.DifferenceExchange.state()
 
     def check(self, group: ProcessGroup) -> None:
         """Refuse topologies that do not exist for this group, or are not symmetric on it."""
@@ -170,7 +164,7 @@ class DifferenceMix(How):
         """Refuse what the codec refuses."""
         self.codec.compressed_bytes(Metadata(0, torch.promote_types(dtype, torch.float32)))
 
-    def prepare(self, group: ProcessGroup) -> tuple[bool, DifferenceExchange]:
+    def prepare(self, group: ProcessGroup) -> tuple[bool, primitives.DifferenceExchange]:
         """Whether hosts matter, and the exchange."""
         rounds = Rounds(create(self.topology), group, hierarchical=self.hierarchical)
         if not rounds.over_ranks.round(group.size, 1, group.nodes).symmetric:
@@ -180,7 +174,7 @@ class DifferenceMix(How):
                 expected="a symmetric one, as ring, torus or complete",
                 seen=repr(self.topology),
             )
-        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec)
+        return rounds.by_host, primitives.DifferenceExchange(rounds.round(1), self.codec)
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Send the compressed difference, and follow the neighbours'."""
@@ -189,19 +183,15 @@ class DifferenceMix(How):
         # What codecs make of the gaps between parameters is not saved, and must not matter.
         memory.clear_padding(flight.flat)
         if by_host:
-            self._run_by_host(flight, group, exchange)
+
+            def between_hosts(total: torch.Tensor, leaders: Communicator) -> None:
+                total.div_(group.local_size)
+                exchange.run(total, leaders, flight.state, flight.step)
+
+            primitives.on_leaders(flight.flat, group, between_hosts)
+            if not group.inter_node_communicator:  # What this rank knew of others before is out of date.
+                flight.state["started"].zero_()
         else:
             exchange.run(flight.flat, group.global_communicator, flight.state, flight.step)
         for name in ("estimate", "neighbours"):
             memory.clear_padding(flight.state[name])
-
-    def _run_by_host(self, flight: Flight, group: ProcessGroup, exchange: DifferenceExchange) -> None:
-        """Between the means of hosts."""
-
-        def between_hosts(total: torch.Tensor, leaders: Communicator) -> None:
-            total.div_(group.local_size)
-            exchange.run(total, leaders, flight.state, flight.step)
-
-        on_leaders(flight.flat, group, between_hosts)
-        if not group.inter_node_communicator:  # What this rank knew of others before is out of date.
-            flight.state["started"].zero_()

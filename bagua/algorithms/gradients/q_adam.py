@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar
@@ -82,7 +82,13 @@ class FrozenAdam(ByHost):
         for name, parameter in model.parameters.items():
             owner = model.owner_of(parameter)
             if owner is None or not isinstance(owner[0], self.optimizer_class):
-                raise _without_owner(name, model.optimizers, self.optimizer_class.__name__)
+                raise ConfigurationError(
+                    f"no {self.optimizer_class.__name__} steps {name}",
+                    argument="optimizers",
+                    expected=f"a {self.optimizer_class.__name__} of all trainable parameters",
+                    seen=[type(optimizer).__name__ for optimizer in model.optimizers],
+                    advice=f"Build {self.optimizer_class.__name__}(model.parameters()) and wrap the model with it.",
+                )
         _warmup_steps(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -211,13 +217,3 @@ def _warmup_steps(model: Model) -> int:
             seen=sorted(warmups),
         )
     return next(iter(warmups), 0)
-
-
-def _without_owner(name: str, optimizers: Sequence[torch.optim.Optimizer], kind: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"no {kind} steps {name}",
-        argument="optimizers",
-        expected=f"a {kind} of all trainable parameters",
-        seen=[type(optimizer).__name__ for optimizer in optimizers],
-        advice=f"Build {kind}(model.parameters()) and wrap the model with it.",
-    )

@@ -111,13 +111,6 @@ class LocalUpdates(ByHost):
         return tuple(_labelled(one, "inner", hierarchical=False, over="inside") for one in found)
 
     @property
-    def _beginning(self) -> tuple[Exchange, ...]:
-        """What all ranks exchange in each step at the beginning."""
-        assert isinstance(self.start_with, Algorithm)
-        found = self.start_with.every_exchange()
-        return tuple(_labelled(one, "gradients", hierarchical=self.hierarchical) for one in found)
-
-    @property
     @abstractmethod
     def outer_exchange(self) -> Exchange:
         """What ranks exchange after each ``sync_every``-th step."""
@@ -134,7 +127,9 @@ class LocalUpdates(ByHost):
     def exchanges(self, phase: Hashable = _ALONE) -> tuple[Exchange, ...]:
         """Gradients in each step at the beginning; weights every so often after that."""
         if phase == _TOGETHER:
-            return self._beginning
+            assert isinstance(self.start_with, Algorithm)
+            found = self.start_with.every_exchange()
+            return tuple(_labelled(one, "gradients", hierarchical=self.hierarchical) for one in found)
         found = (*self._inside, self.outer_exchange)
         if not self.average_buffers:
             return found

@@ -58,23 +58,19 @@ class SlowStep(Then):
             return
         rates, differences = flight.learning_rates(), flight.views(flight.flat)
         if any(rate == 0.0 and one.any() for rate, one in zip(rates, differences, strict=True)):
-            raise _no_rate(self)  # Before anything changes.
+            raise ConfigurationError(  # Before anything changes.
+                f"{self!r} divides by the learning rate, which is 0",
+                argument="lr",
+                expected="a rate above 0 for each parameter that learns, in each step after which ranks exchange",
+                seen=0.0,
+                advice="End the schedule above 0, or wrap the model with the optimizer of all its parameters.",
+            )
         views = zip(flight.views(anchor), flight.views(momentum), differences, rates, strict=True)
         for place, slow, difference, rate in views:
             if rate != 0.0:
                 slow.mul_(self.beta).add_(difference, alpha=1.0 / rate)
                 place.sub_(slow, alpha=self.alpha * rate)
         flight.bucket.write_weights(anchor)
-
-
-def _no_rate(step: SlowStep) -> ConfigurationError:
-    return ConfigurationError(
-        f"{step!r} divides by the learning rate, which is 0",
-        argument="lr",
-        expected="a rate above 0 for each parameter that learns, in each step after which ranks exchange",
-        seen=0.0,
-        advice="End the schedule above 0, or wrap the model with the optimizer of all its parameters.",
-    )
 
 
 @dataclass(frozen=True)
