@@ -12,16 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from bagua.compression import packing
 from bagua.compression.codec import Metadata, store
-from bagua.compression.packing import (
-    CodedBlocks,
-    SeededBlocks,
-    exact_dtype,
-    mixed_seed,
-    noise_like,
-    pack_codes,
-    unpack_codes,
-)
 
 #: The values are spread over so many standard deviations.
 _REACH = 6.0
@@ -34,7 +26,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True)
-class _Levels(SeededBlocks):
+class _Levels(packing.SeededBlocks):
     """What ``Int4`` and ``Int2`` have in common: a table of values for each block, and the number of one for each."""
 
     block_numel: int = 4096
@@ -62,12 +54,12 @@ class _Levels(SeededBlocks):
                 codes = _classify(rows, tables, scratch)
             else:
                 values = scratch.like("values", rows, tables.dtype).copy_(rows)
-                codes = _draw(values, tables, mixed_seed(self.seed, number))
-            packed.copy_(pack_codes(codes, self.bits))
+                codes = _draw(values, tables, packing.mixed_seed(self.seed, number))
+            packed.copy_(packing.pack_codes(codes, self.bits))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         for rows, tables, packed in self._pieces(out, *self._split(data, metadata)):
-            codes = unpack_codes(packed, self.bits)[:, : rows.shape[1]]
+            codes = packing.unpack_codes(packed, self.bits)[:, : rows.shape[1]]
             store(torch.gather(tables, 1, codes.long()), rows, add)
 
 
@@ -226,7 +218,7 @@ def _draw(rows: torch.Tensor, tables: torch.Tensor, seed: int) -> torch.Tensor:
     finite = (low.abs() < torch.inf) & (steps < torch.inf)
     steps = steps.where(steps > 0, 1)
     # Halves, for the same reason: halving is exact.
-    numbers = rows.div_(2).sub_(low / 2).div_(steps / 2).add_(noise_like(rows, seed))
+    numbers = rows.div_(2).sub_(low / 2).div_(steps / 2).add_(packing.noise_like(rows, seed))
     numbers = numbers.floor_().clamp_(0, levels - 1).nan_to_num_(0.0)
     values = (torch.arange(levels, device=rows.device, dtype=tables.dtype) * (steps / 2) + low / 2).mul_(2)
     tables.copy_(torch.minimum(values, high).where(finite, torch.nan))
@@ -244,7 +236,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Sign(CodedBlocks):
+class Sign(packing.CodedBlocks):
     """One bit for each element: ``x' = sign(x) * mean(|x|)``, with the mean over the element's block.
 
     The mean is rounded to bfloat16, but for elements in float64. The error of a block of ``n`` elements is close to
@@ -283,13 +275,13 @@ class Sign(CodedBlocks):
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         for rows, magnitudes, packed in self._pieces(flat, *self._split(out, Metadata.of(flat))):
-            exact = rows.to(exact_dtype(rows.dtype), copy=True)
+            exact = rows.to(packing.exact_dtype(rows.dtype), copy=True)
             magnitudes.copy_(exact.abs_().mean(dim=1, keepdim=True))
             magnitudes.masked_fill_(magnitudes.isinf(), torch.nan)
             packed.copy_(_pack_signs(rows))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        dtype = exact_dtype(metadata.dtype)
+        dtype = packing.exact_dtype(metadata.dtype)
         for rows, magnitudes, packed in self._pieces(out, *self._split(data, metadata)):
             exact = magnitudes.to(dtype)
             if rows.dtype == dtype and rows.shape[1] % 8 == 0 and not add:  # A pass less over the memory.

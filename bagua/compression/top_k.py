@@ -10,18 +10,8 @@ from typing import NamedTuple
 import torch
 
 from bagua.checks import check_choice, check_numbers, check_whole, unusable
+from bagua.compression import packing
 from bagua.compression.codec import Codec, Metadata, align
-from bagua.compression.packing import (
-    bits_for,
-    check_block_numel,
-    exact_dtype,
-    in_pieces,
-    in_rows,
-    pack_bits,
-    pack_codes,
-    unpack_bits,
-    unpack_codes,
-)
 
 #: Elements that are looked at to guess how large the largest are, and by how much more are then taken.
 _SAMPLE_NUMEL = 2**16
@@ -152,11 +142,11 @@ def _to_two_bits(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales[:, column] = total / chosen.sum(dim=1).clamp_(min=1)
     finite = sizes.sum(dim=1, keepdim=True) < torch.inf
     scales.copy_(scales.where(finite, torch.nan))
-    return pack_codes((values < 0).to(torch.uint8).mul_(2).add_(high), 2)
+    return packing.pack_codes((values < 0).to(torch.uint8).mul_(2).add_(high), 2)
 
 
 def _from_two_bits(coded: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    codes = unpack_codes(coded, 2)
+    codes = packing.unpack_codes(coded, 2)
     sizes = torch.where(codes.bitwise_and(1) > 0, scales[:, 1:], scales[:, :1])
     return torch.where(codes > 1, -sizes, sizes)
 
@@ -209,7 +199,7 @@ class BlockTopK(Codec):
     value_bits: int | None = 8
 
     def __post_init__(self) -> None:
-        check_block_numel(self.block_numel, multiple_of=8)
+        packing.check_block_numel(self.block_numel, multiple_of=8)
         check_whole(1, kept=self.kept)
         check_choice((8, 2, None), value_bits=self.value_bits)
         if self.kept > self.block_numel:
@@ -226,20 +216,20 @@ class BlockTopK(Codec):
     def _sizes(self, length: int) -> _Sizes:
         kept, values = math.ceil(self.kept * length / self.block_numel), _VALUES[self.value_bits]
         scales = kept if values.scales is None else values.scales
-        return _Sizes(kept, scales, -(-kept * bits_for(length) // 8), -(-kept * values.bits // 8))
+        return _Sizes(kept, scales, -(-kept * packing.bits_for(length) // 8), -(-kept * values.bits // 8))
 
     def _scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.value_bits is None else exact_dtype(dtype)
+        return dtype if self.value_bits is None else packing.exact_dtype(dtype)
 
     def _scale_bytes(self, metadata: Metadata) -> int:
         """Bytes of what comes first: the scales of all blocks."""
-        groups = in_rows(metadata.numel, self.block_numel)
+        groups = packing.in_rows(metadata.numel, self.block_numel)
         scales = sum((blocks.stop - blocks.start) * self._sizes(length).scales for blocks, _, length in groups)
         return align(scales * self._scale_dtype(metadata.dtype).itemsize)
 
     def _payload_bytes(self, metadata: Metadata) -> int:
         rows = 0
-        for blocks, _, length in in_rows(metadata.numel, self.block_numel):
+        for blocks, _, length in packing.in_rows(metadata.numel, self.block_numel):
             sizes = self._sizes(length)
             rows += (blocks.stop - blocks.start) * (sizes.position_bytes + sizes.value_bytes)
         return self._scale_bytes(metadata) + rows
@@ -248,13 +238,13 @@ class BlockTopK(Codec):
         """A few rows of elements at a time, with their scales and bytes: views of ``flat`` and ``data``."""
         start = self._scale_bytes(metadata)
         scales, coded = data[:start].view(self._scale_dtype(metadata.dtype)), data[start:]
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
+        for blocks, part, length in packing.in_rows(metadata.numel, self.block_numel):
             count, sizes = blocks.stop - blocks.start, self._sizes(length)
             row_bytes = sizes.position_bytes + sizes.value_bytes
             own, scales = scales[: count * sizes.scales], scales[count * sizes.scales :]
             mine, coded = coded[: count * row_bytes], coded[count * row_bytes :]
             rows = flat[part].view(count, length)
-            yield from in_pieces(rows, own.view(count, -1), mine.view(count, row_bytes))
+            yield from packing.in_pieces(rows, own.view(count, -1), mine.view(count, row_bytes))
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         metadata, values = Metadata.of(flat), _VALUES[self.value_bits]
@@ -262,7 +252,7 @@ class BlockTopK(Codec):
         for rows, scales, coded in self._groups(flat, out, metadata):
             sizes = self._sizes(rows.shape[1])
             positions = rows.abs().topk(sizes.kept, dim=1, sorted=False).indices.sort(dim=1).values
-            coded[:, : sizes.position_bytes] = pack_bits(positions, bits_for(rows.shape[1]))
+            coded[:, : sizes.position_bytes] = packing.pack_bits(positions, packing.bits_for(rows.shape[1]))
             coded[:, sizes.position_bytes :] = values.encode(rows.gather(1, positions), scales)
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
@@ -271,6 +261,8 @@ class BlockTopK(Codec):
             out.zero_()
         for rows, scales, coded in self._groups(out, data, metadata):
             sizes = self._sizes(rows.shape[1])
-            positions = unpack_bits(coded[:, : sizes.position_bytes], bits_for(rows.shape[1]), sizes.kept)
+            positions = packing.unpack_bits(
+                coded[:, : sizes.position_bytes], packing.bits_for(rows.shape[1]), sizes.kept
+            )
             decoded = values.decode(coded[:, sizes.position_bytes :], scales)[:, : sizes.kept]
             rows.scatter_add_(1, positions, decoded.to(rows.dtype))
