@@ -48,7 +48,18 @@ def training_state(model: Any) -> dict[str, Any]:
     }
     shared: dict[str, Any] = {"algorithm": {k: v for k, v in remembered.items() if k not in ("rank", rank)}}
     own: dict[str, Any] = {"algorithm": remembered[rank]}
-    _refuse_flat_state([*remembered["others"], *own["algorithm"]["others"]], parameters)
+    sharded = any(isinstance(one, DTensor) for one in parameters.values())
+    # State of flat memory as a whole cannot be told by parameter, so torch would take that of any shard for all.
+    for other in [*remembered["others"], *own["algorithm"]["others"]] if sharded else ():
+        for key, tensor in other["state"].items():
+            if tensor.numel() > 1:
+                raise ConfigurationError(
+                    f"the state {key} does not belong to single parameters, and cannot be saved with shards",
+                    argument="model",
+                    expected="an algorithm that remembers something of each parameter, as diloco",
+                    seen=f"a tensor of {tensor.numel()} elements",
+                    advice="Save bagua_state_dict() of each rank in a file of its own.",
+                )
     (own if engine.bagua_algorithm.options.ranks_differ else shared).update(of_model)
     return {_SHARED: _packed(shared, parameters), rank: _packed(own, parameters)}
 
@@ -105,21 +116,6 @@ def _module_of(engine: Any) -> torch.nn.Module:
 def _parameters_of(engine: EngineAccess) -> Parameters:
     """By all their names: a tied parameter is in the state of a model once for each."""
     return dict(_module_of(engine).named_parameters(remove_duplicate=False))
-
-
-def _refuse_flat_state(others: list[dict[str, Any]], parameters: Parameters) -> None:
-    """State of flat memory as a whole cannot be told by parameter, so torch would take that of any shard for all."""
-    sharded = any(isinstance(one, DTensor) for one in parameters.values())
-    for other in others if sharded else ():
-        for key, tensor in other["state"].items():
-            if tensor.numel() > 1:
-                raise ConfigurationError(
-                    f"the state {key} does not belong to single parameters, and cannot be saved with shards",
-                    argument="model",
-                    expected="an algorithm that remembers something of each parameter, as diloco",
-                    seen=f"a tensor of {tensor.numel()} elements",
-                    advice="Save bagua_state_dict() of each rank in a file of its own.",
-                )
 
 
 # Optimizers number the parameters. Names are needed to know which of them are shards.

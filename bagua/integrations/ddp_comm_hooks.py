@@ -11,29 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua.algorithms import (
-    Algorithm,
-    DistributedAlgorithm,
-    Every,
-    Exchange,
-    Gradients,
-    Mean,
-    Model,
-    Replace,
-    Sum,
-    as_algorithm,
-)
+from bagua import algorithms, comm
 from bagua.checks import check_kind
-from bagua.comm import (
-    BackwardWatch,
-    Communicator,
-    GradBucket,
-    ProcessGroup,
-    Work,
-    as_group,
-    rank_among_all,
-    size_of_all,
-)
 from bagua.engine import Lane, Remembered, check_owner, collect, compare, create_lane, meet, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
 from bagua.integrations._sharded import refuse_shared_mesh, sharded_parts
@@ -50,7 +29,7 @@ class _HookBucket:
     def __init__(
         self, names: list[str], parameters: list[torch.Tensor], reducer: SumReducer, memory: ReducerMemory
     ) -> None:
-        self.names = names
+        self.names: Sequence[str] = names
         self.reducer = reducer
         self.memory = memory
         self._shapes = [parameter.shape for parameter in parameters]
@@ -116,7 +95,7 @@ class HookBuckets:
         return [[known[name] for name in names] for names in saved]
 
     def memory_of(
-        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator, reducer: SumReducer
+        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: comm.Communicator, reducer: SumReducer
     ) -> ReducerMemory:
         """The memory of a reducer for a bucket; a new one takes over what was remembered of its parameters."""
         names = [str(id(parameter)) for parameter in parameters]
@@ -173,21 +152,21 @@ def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[t
     return zip(parameters, flat.split_with_sizes([parameter.numel() for parameter in parameters]), strict=True)
 
 
-_NOTHING_KNOWN = Model({})
+_NOTHING_KNOWN = algorithms.Model({})
 
 
-def _exchange(how: Sum) -> Exchange:
-    return Exchange(Gradients(), Every(), how, Replace())
+def _exchange(how: algorithms.Sum) -> algorithms.Exchange:
+    return algorithms.Exchange(algorithms.Gradients(), algorithms.Every(), how, algorithms.Replace())
 
 
-def _sum_of(algorithm: Algorithm, phase: Hashable) -> Sum:
+def _sum_of(algorithm: algorithms.Algorithm, phase: Hashable) -> algorithms.Sum:
     """How gradients are summed in a phase.
 
     Raises:
         ConfigurationError: something else happens, too, or in its place.
     """
     first, *more = algorithm.exchanges(phase)
-    if not more and isinstance(first.how, Sum) and first == _exchange(first.how):
+    if not more and isinstance(first.how, algorithms.Sum) and first == _exchange(first.how):
         return first.how
     raise ConfigurationError(
         "a hook of torch's DDP sees gradients only, and this algorithm does more than to sum them",
@@ -230,28 +209,28 @@ class HookState:
 
     def __init__(
         self,
-        algorithm: Algorithm | DistributedAlgorithm | str | SumReducer,
+        algorithm: algorithms.Algorithm | algorithms.DistributedAlgorithm | str | SumReducer,
         process_group: Any = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        known = (Algorithm, DistributedAlgorithm, str, SumReducer)
+        known = (algorithms.Algorithm, algorithms.DistributedAlgorithm, str, SumReducer)
         check_kind(known, "an algorithm, its name, or a reducer, as ScatterGatherReducer(codec)", algorithm=algorithm)
         if isinstance(algorithm, SumReducer):
-            self.name, declared = repr(algorithm), Algorithm.of(_exchange(Mean(algorithm)))
+            self.name, declared = repr(algorithm), algorithms.Algorithm.of(_exchange(algorithms.Mean(algorithm)))
         else:
-            declared = as_algorithm(algorithm)
+            declared = algorithms.as_algorithm(algorithm)
             self.name = repr(declared)
         self._algorithm = declared
         self._sums = {phase: _sum_of(declared, phase) for phase in declared.phases}
         self._grad_scaler = grad_scaler
         self._asked_for = process_group
-        self._group: ProcessGroup | None = None
+        self._group: comm.ProcessGroup | None = None
         self._lane: Lane | None = None
         self._held: list[_Held] = []
-        self._watch = BackwardWatch()
+        self._watch = comm.BackwardWatch()
         #: The group on which ranks have compared what they go on from.
-        self._compared: ProcessGroup | None = None
+        self._compared: comm.ProcessGroup | None = None
         self._meetings = 0
         self.step = 0
         self._places = HookBuckets()
@@ -259,23 +238,15 @@ class HookState:
         self._steps_of_parts: dict[str, int] = {}
         self._loaded, self._loads_to_compare = ["loaded state: none"], False
 
-    def sum_at(self, step: int) -> Sum:
-        """How the gradients of a step are summed; equal on all ranks.
-
-        Args:
-            step: number of the step, from 0.
-        """
-        return self._sums[self._algorithm.phase(step, _NOTHING_KNOWN)]
-
     @property
-    def group(self) -> ProcessGroup:
+    def group(self) -> comm.ProcessGroup:
         """The ranks, on connections of this state's own. Collective the first time."""
         if self._group is None or self._group.closed:
-            self._group = as_group(self._asked_for).duplicate("hook")
+            self._group = comm.as_group(self._asked_for).duplicate("hook")
             self._lane = None
         return self._group
 
-    def exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def exchange_bucket(self, bucket: comm.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to exchange a bucket of DDP.
 
         Args:
@@ -308,7 +279,7 @@ class HookState:
         held, self._held = self._held, []
         wait = lane.run(functools.partial(self._exchange, held, step))
         if flat.device.type == "cpu":
-            self._watch.add(Work(lambda _: wait(), completion.done))
+            self._watch.add(comm.Work(lambda _: wait(), completion.done))
         return future
 
     def _exchange(self, held: Sequence[_Held], step: int) -> None:
@@ -374,7 +345,7 @@ class HookState:
 
     @torch.no_grad()
     def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
-        group, how = self.group, self.sum_at(step)
+        group, how = self.group, self._sums[self._algorithm.phase(step, _NOTHING_KNOWN)]
         reducer = how.reducer
         if (scale := how.share(group.size)) != 1:
             flat.mul_(scale)
@@ -398,8 +369,8 @@ class HookState:
         parts = {name: part.numel() for name, part in self._parts.items()}
         return {
             "reducer": self.name,
-            "rank": rank_among_all(),
-            "world_size": size_of_all(),
+            "rank": comm.rank_among_all(),
+            "world_size": comm.size_of_all(),
             "step": self.step,
             "parts": parts,
             "buckets": self._layout(module),
@@ -426,7 +397,7 @@ class HookState:
                 seen=state_dict["reducer"],
             )
         if any((state_dict["parameters"], state_dict["others"])):  # else there is nothing that differs between ranks
-            check_owner(state_dict, rank_among_all(), size_of_all())
+            check_owner(state_dict, comm.rank_among_all(), comm.size_of_all())
         for name, numel in state_dict["parts"].items():
             self._parts[name] = torch.empty(numel, device="meta")
         remembered = Remembered(parameters=state_dict["parameters"], others=state_dict["others"])
@@ -458,7 +429,7 @@ class HookState:
         return f"HookState({self.name})"
 
 
-def bagua_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bagua_hook(state: HookState, bucket: comm.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange the gradients of a bucket as ``state`` says: ``model.register_comm_hook(state, bagua_hook)``.
 
     Torch's wrappers compose with it: ``fp16_compress_wrapper(bagua_hook)``.

@@ -12,18 +12,8 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import (
-    Algorithm,
-    BetweenIslands,
-    DistributedAlgorithm,
-    Exchange,
-    Flight,
-    How,
-    OverIslands,
-    Sum,
-    WithInner,
-    as_algorithm,
-)
+from bagua import algorithms
+from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_kind
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group, solo_group
 from bagua.engine import EngineAccess, compare, optimizer_list
@@ -77,14 +67,14 @@ def exchange_shards(
     """
     check_kind((Islands, type(None)), "what join_islands returned, or None", between=between)
     parts = sharded_parts(module)
-    declaration = as_algorithm(algorithm)
+    declaration = algorithms.as_algorithm(algorithm)
     _check(declaration)
     group = _group_of_replicas(parts.values(), process_group, between)
     for part in parts.values():
         part.unshard()  # The first time FSDP moves a shard that it must pad, in versions of torch before 2.13.
         part.reshard()
     if between is not None:
-        declaration = OverIslands(declaration, between, sharded=True)
+        declaration = algorithms.OverIslands(declaration, between, sharded=True)
     return ShardExchange(module, optimizer_list(optimizers), declaration, group, _mates(parts.values()), between)
 
 
@@ -136,7 +126,7 @@ def _check(algorithm: Algorithm) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class _ForAllShards(How):
+class _ForAllShards(algorithms.How):
     """Another exchange, whose result counts for all shards of the model, or for none. It is as of a whole model.
 
     Args:
@@ -144,7 +134,7 @@ class _ForAllShards(How):
         mates: communicator of the ranks that hold the shards of one replica.
     """
 
-    inner: Sum | BetweenIslands
+    inner: algorithms.Sum | algorithms.BetweenIslands
     mates: Communicator
 
     @property
@@ -176,7 +166,7 @@ class _ForAllShards(How):
     def scale(self, group: ProcessGroup) -> float:
         return self.inner.scale(group)
 
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
+    def run(self, flight: algorithms.Flight, group: ProcessGroup) -> None:
         """Exchange, and agree: what is not finite elsewhere is dropped here, too, and the whole replica goes back."""
         sent = flight.flat.isfinite().all()
         work = self.inner.run(flight, group)
@@ -190,21 +180,21 @@ class _ForAllShards(How):
 
 
 @dataclass(frozen=True, repr=False)
-class _OfShards(WithInner):
+class _OfShards(algorithms.WithInner):
     """Another algorithm, of the shards of a model."""
 
     mates: Communicator
 
-    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+    def exchanges(self, phase: Hashable = 0) -> tuple[algorithms.Exchange, ...]:
         """Those of the inner algorithm, agreed on by the ranks that hold the other shards."""
         return tuple(map(self._of_shards, self.inner.exchanges(phase)))
 
-    def closing(self) -> tuple[Exchange, ...]:
+    def closing(self) -> tuple[algorithms.Exchange, ...]:
         """As those of the inner algorithm."""
         return tuple(map(self._of_shards, self.inner.closing()))
 
-    def _of_shards(self, exchange: Exchange) -> Exchange:
-        if not isinstance(exchange.how, Sum | BetweenIslands) or "weights" not in exchange.needs:
+    def _of_shards(self, exchange: algorithms.Exchange) -> algorithms.Exchange:
+        if not isinstance(exchange.how, algorithms.Sum | algorithms.BetweenIslands) or "weights" not in exchange.needs:
             return exchange
         return dataclasses.replace(exchange, how=_ForAllShards(exchange.how, self.mates))
 
@@ -261,7 +251,15 @@ class ShardExchange(EngineAccess):
         self._parameters = list(module.parameters())
         self._shards = _Shards(module)
         self._optimizers = list(optimizers)
-        self._twins = self._make_twins()
+        memory = dict(zip(map(id, self._parameters), self._shards.parameters(), strict=True))
+        #: Optimizers of the shards that never step: exchanges read learning rates from them.
+        self._twins: list[torch.optim.Optimizer] = []
+        for optimizer in self._optimizers:
+            groups = [
+                {"params": [memory[id(one)] for one in group["params"] if id(one) in memory], "lr": float(group["lr"])}
+                for group in optimizer.param_groups
+            ]
+            self._twins.append(torch.optim.SGD(groups))
         self._stepped: set[int] = set()
         everyone = as_group(None, "process_group")
         self._mates = everyone.connect(mates, f"shards{next(_numbers)}", timeout_s=group.timeout_s)
@@ -285,18 +283,6 @@ class ShardExchange(EngineAccess):
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-
-    def _make_twins(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the shards that never step: exchanges read learning rates from them."""
-        memory = dict(zip(map(id, self._parameters), self._shards.parameters(), strict=True))
-        twins: list[torch.optim.Optimizer] = []
-        for optimizer in self._optimizers:
-            groups = [
-                {"params": [memory[id(one)] for one in group["params"] if id(one) in memory], "lr": float(group["lr"])}
-                for group in optimizer.param_groups
-            ]
-            twins.append(torch.optim.SGD(groups))
-        return twins
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:

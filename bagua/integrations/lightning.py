@@ -17,7 +17,7 @@ from bagua.comm import get_default_group, init_process_group, is_initialized
 from bagua.errors import ConfigurationError
 from bagua.integrations._attached import go_on, pause
 from bagua.parallel import DistributedDataParallel
-from bagua.utilities import all_gather_ddp_if_available, sync_ddp_if_available
+from bagua.utilities.distributed import all_gather_ddp_if_available, sync_ddp_if_available
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -102,18 +102,6 @@ class BaguaStrategy(DDPStrategy):
                 f"{', '.join(self._engine_options)}, and those of DDPStrategy that are not for torch's DDP"
             )
 
-    def _check_optimizers(self, optimizers: list[Any]) -> None:
-        after_steps = any("stepped" in (one.at, one.until) for one in self._algorithm.every_exchange())
-        needs_one = after_steps or self._algorithm.optimizer_class is not None
-        if needs_one and len(optimizers) != 1:
-            raise ConfigurationError(
-                f"{self._algorithm!r} goes by the steps of one optimizer",
-                argument="configure_optimizers",
-                expected="one optimizer",
-                seen=f"{len(optimizers)} optimizers",
-                advice="Use an algorithm that exchanges gradients, as gradient_allreduce.",
-            )
-
     # Start.
 
     def setup_distributed(self) -> None:
@@ -133,7 +121,6 @@ class BaguaStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Nothing yet: the engine needs the optimizers, which Lightning makes after this."""
-        return
 
     def setup(self, trainer: Any) -> None:
         """Set everything up, then wrap the module for training."""
@@ -141,7 +128,16 @@ class BaguaStrategy(DDPStrategy):
         resumed, self._resumed = self._resumed, None
         if str(trainer.state.fn.value) != "fit":
             return
-        self._check_optimizers(self.optimizers)
+        after_steps = any("stepped" in (one.at, one.until) for one in self._algorithm.every_exchange())
+        needs_one = after_steps or self._algorithm.optimizer_class is not None
+        if needs_one and len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"{self._algorithm!r} goes by the steps of one optimizer",
+                argument="configure_optimizers",
+                expected="one optimizer",
+                seen=f"{len(self.optimizers)} optimizers",
+                advice="Use an algorithm that exchanges gradients, as gradient_allreduce.",
+            )
         scaler = getattr(self.precision_plugin, "scaler", None)
         how = {"algorithm": self._algorithm, "grad_scaler": scaler, **self._engine_options}
         self.model = DistributedDataParallel(self.lightning_module, optimizers=self.optimizers, **how)

@@ -12,16 +12,7 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import install_command
 from bagua.comm import is_initialized
 from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.integrations._attached import (
-    collect,
-    declare,
-    go_on,
-    pause,
-    read_on_all_ranks,
-    restore,
-    wrap,
-    write_own_file,
-)
+from bagua.integrations import _attached
 from bagua.integrations.accelerate import check_in_place_of_ddp
 
 __all__ = ["attach"]
@@ -47,8 +38,23 @@ def attach(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, **op
         UnsupportedAlgorithmException: there is no such algorithm.
     """
     module = _module_of_transformers()
-    _check_trainer(trainer, module.Trainer)
-    declared, options = declare(algorithm, options)
+    if not isinstance(trainer, module.Trainer):
+        raise InvalidTypeError(
+            "this is not a Trainer",
+            argument="trainer",
+            expected="a transformers.Trainer",
+            seen=type(trainer).__name__,
+            advice="For an accelerator there is bagua.integrations.accelerate.attach.",
+        )
+    if any(isinstance(callback, _Engine) for callback in trainer.callback_handler.callbacks):
+        raise ConfigurationError(
+            "this Trainer exchanges gradients through bagua already",
+            argument="trainer",
+            expected="one call of attach",
+            seen="a second one",
+            advice="Make a new Trainer.",
+        )
+    declared, options = _attached.declare(algorithm, options)
     check_in_place_of_ddp(trainer.accelerator)
     make_accelerator = trainer.create_accelerator_and_postprocess
 
@@ -90,25 +96,6 @@ def _module_of_transformers() -> Any:
         ) from error
 
 
-def _check_trainer(trainer: Any, kind: Any) -> None:
-    if not isinstance(trainer, kind):
-        raise InvalidTypeError(
-            "this is not a Trainer",
-            argument="trainer",
-            expected="a transformers.Trainer",
-            seen=type(trainer).__name__,
-            advice="For an accelerator there is bagua.integrations.accelerate.attach.",
-        )
-    if any(isinstance(callback, _Engine) for callback in trainer.callback_handler.callbacks):
-        raise ConfigurationError(
-            "this Trainer exchanges gradients through bagua already",
-            argument="trainer",
-            expected="one call of attach",
-            seen="a second one",
-            advice="Make a new Trainer.",
-        )
-
-
 class _Reporter:
     """Adds what communication costs to what a Trainer reports while it trains."""
 
@@ -145,23 +132,23 @@ class _Engine:
         if self._wrapped is model:  # An attempt that ended with an error, as for lack of memory, left it.
             model.bagua_close()
         self._wrapped = model
-        wrap(model, [optimizer], self._algorithm, scaler, self._options)
+        _attached.wrap(model, [optimizer], self._algorithm, scaler, self._options)
         self._paused = False
         folder, self.resumed = self.resumed, None
         if folder is not None:
-            found = read_on_all_ranks(model, folder, args.process_index, args.world_size)
-            restore(model, found[0] if found else {})
+            found = _attached.read_on_all_ranks(model, folder, args.process_index, args.world_size)
+            _attached.restore(model, found[0] if found else {})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Averaging in the background goes on."""
         if self._paused:
-            go_on(self._trainer.model)
+            _attached.go_on(self._trainer.model)
         self._paused = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Before anything looks at the weights on some ranks only, all end what they owe each other."""
         if control.should_save or control.should_evaluate or control.should_training_stop:
-            pause(self._trainer.model)
+            _attached.pause(self._trainer.model)
             self._paused = True
 
     on_epoch_end = on_step_end
@@ -173,7 +160,7 @@ class _Engine:
         # In a search for hyperparameters, each trial has a folder of its own.
         folder = Path(self._trainer._get_output_dir(self._trainer._trial))  # noqa: SLF001 - no public name says it
         folder /= f"checkpoint-{state.global_step}"
-        write_own_file(folder, args.process_index, args.world_size, [collect(self._trainer.model)])
+        _attached.write_own_file(folder, args.process_index, args.world_size, [_attached.collect(self._trainer.model)])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Take the engine off the model, which stays, with equal weights on all ranks."""
