@@ -38,7 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("url", metavar="URL", help="address that was given to join_islands, as s3://bucket/run")
     parser.add_argument("--force", action="store_true", help="do not look whether an island lives")
     parsed = parser.parse_args(arguments)
-    bucket = _bucket_at(parsed.url)
+    bucket = bucket_of(open_store(parsed.url, _REACH_S))
+    if bucket is None:
+        raise ConfigurationError(
+            "this store keeps nothing when its servers end", argument="URL", expected="a bucket", seen=parsed.url
+        )
     alive = [] if parsed.force else _alive(bucket)
     if alive:
         print(f"bagua islands: a run is alive at {parsed.url}: {'; '.join(alive)}", file=sys.stderr)
@@ -47,15 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     bucket.delete(found)
     print(f"Deleted {len(found)} objects with {sum(found.values()) / 1e6:.1f} MB at {parsed.url}.")
     return 0
-
-
-def _bucket_at(url: str) -> ObjectBucket:
-    bucket = bucket_of(open_store(url, _REACH_S))
-    if bucket is None:
-        raise ConfigurationError(
-            "this store keeps nothing when its servers end", argument="URL", expected="a bucket", seen=url
-        )
-    return bucket
 
 
 def _alive(bucket: ObjectBucket) -> list[str]:

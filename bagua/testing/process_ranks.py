@@ -165,7 +165,11 @@ class _Rank:
         try:
             message = pickle.loads(self.messages.recv_bytes())
         except (EOFError, OSError):
-            self._lose()
+            self.process.join(_ANSWER_S)
+            self.ended = True
+            if self.outcome is None or (self.outcome.error is None and self.process.exitcode != 0):
+                died = RankDiedError(f"rank {self.rank} {how_it_ended(self.process.exitcode)}")
+                self.outcome = Outcome(self.rank, error=died)
             return ""
         if isinstance(message, str):
             return message
@@ -174,14 +178,6 @@ class _Rank:
         elif self.outcome is None or (self.outcome.error is None and message is not None):
             self.outcome = message
         return ""
-
-    def _lose(self) -> None:
-        """The process has closed its end: after its last word, or without one."""
-        self.process.join(_ANSWER_S)
-        self.ended = True
-        if self.outcome is None or (self.outcome.error is None and self.process.exitcode != 0):
-            died = RankDiedError(f"rank {self.rank} {how_it_ended(self.process.exitcode)}")
-            self.outcome = Outcome(self.rank, error=died)
 
     def give_up(self) -> None:
         """Ask where it hangs, and note that as its end."""

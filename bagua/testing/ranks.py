@@ -176,7 +176,14 @@ class RankPool(ABC):
         )
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
-            raise _with_account(failed)
+            ordered = sorted(failed, key=_distance)
+            error = ordered[0].error
+            assert error is not None
+            lines = [f"rank {ordered[0].rank} failed:\n{ordered[0].trace}"]
+            lines += [f"rank {other.rank}: {type(other.error).__name__}: {other.error}" for other in ordered[1:]]
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note("\n".join(lines))
+            raise error
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
@@ -213,18 +220,6 @@ _KINDS = (RankDiedError, RankHangsError, CommunicationError, PeerLostError, Comm
 def _distance(outcome: Outcome) -> int:
     """How far this error is from the cause."""
     return max((place for place, kind in enumerate(_KINDS, 1) if isinstance(outcome.error, kind)), default=0)
-
-
-def _with_account(failed: list[Outcome]) -> BaseException:
-    """The error nearest to the cause; how all ranks ended is noted on it."""
-    ordered = sorted(failed, key=_distance)
-    error = ordered[0].error
-    assert error is not None
-    lines = [f"rank {ordered[0].rank} failed:\n{ordered[0].trace}"]
-    lines += [f"rank {other.rank}: {type(other.error).__name__}: {other.error}" for other in ordered[1:]]
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note("\n".join(lines))
-    return error
 
 
 #: How long the ranks of a run that failed may take to end.
