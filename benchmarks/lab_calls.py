@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from bagua.advise import CallFacts, Cluster, MachineFacts, Message
 from bagua.advise.facts import ALIKE
-from bagua.advise.network import SMALL_CALL_BYTES, Cost, cost_of
-from bagua.advise.probe import (
+from bagua.advise.measure import (
     CallKey,
     Others,
     UsualCall,
@@ -18,6 +17,7 @@ from bagua.advise.probe import (
     machine_facts,
     usual_calls,
 )
+from bagua.advise.network import SMALL_CALL_BYTES, Cost, cost_of
 from bagua.cli.lab.network import burst_bytes, open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import ProcessGroup, destroy_process_group, get_default_group

@@ -50,7 +50,7 @@ from bagua.advise import (
     predict,
     rehearse,
 )
-from bagua.advise.probe import ALONE, Others
+from bagua.advise.measure import ALONE, Others
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.lab.switch import SwitchReport

@@ -17,7 +17,7 @@ import torch
 
 from bagua import comm
 from bagua.advise import TorchWatch
-from bagua.advise.probe import Others
+from bagua.advise.measure import Others
 from bagua.advise.verdict import RankReport
 from bagua.cli.lab.network import LabUnavailableError, open_network
 from bagua.cli.launch import Rank, run_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bagua.advise.probe import Others
+from bagua.advise.measure import Others
 from bagua.cli.launch import RanksFailedError
 from bagua.errors import BaguaError
 
