@@ -100,7 +100,7 @@ class Communicator:
 
     def stats(self) -> dict[str, KindStatistics]:
         """Calls, bytes and seconds of this communicator, by kind of call."""
-        return self.statistics.snapshot()
+        return self.statistics.kinds
 
     def history(self) -> tuple[str, ...]:
         """Descriptions of the last calls, oldest first."""

@@ -17,16 +17,6 @@ LOOK_S = 1.0
 Judge = Callable[[], CommunicationError | None]
 
 
-def naming(ranks: Sequence[int]) -> str:
-    """Ranks in words.
-
-    Example:
-        >>> naming([1]), naming([0, 2])
-        ('rank 1', 'ranks 0, 2')
-    """
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-
-
 class Activity:
     """What the calls of a communicator are made for, in words: for the messages of those who wait, and of errors.
 
@@ -86,4 +76,5 @@ class LongWait:
 
     def warn(self, rank: int, others: Sequence[int], where: str) -> None:
         """Log that ``rank`` waits for ``others``, and where."""
-        _log.warning("rank %d has waited %.0f s for %s %s", rank, self.waited_s(), naming(others), where)
+        named = f"rank{'s' if len(others) != 1 else ''} {', '.join(map(str, others))}"
+        _log.warning("rank %d has waited %.0f s for %s %s", rank, self.waited_s(), named, where)

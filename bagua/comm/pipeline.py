@@ -379,18 +379,17 @@ class CallPipeline:
             self._transport.abort(reason, culprit)
 
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
-        if error.call is None:
-            error.call = str(call)
-        if error.activity is None:
-            error.activity = str(self._transport.membership.activity) or None
-        if error.sequence is None:
-            error.sequence = call.sequence
-        if error.communicator is None:
-            error.communicator = self._label
-        if error.rank is None:
-            error.rank = self._global_rank
-        if error.elapsed_s is None:
-            error.elapsed_s = round(self._recorder.clock() - started, 3)
+        facts = {
+            "call": str(call),
+            "activity": str(self._transport.membership.activity) or None,
+            "sequence": call.sequence,
+            "communicator": self._label,
+            "rank": self._global_rank,
+            "elapsed_s": round(self._recorder.clock() - started, 3),
+        }
+        for name, fact in facts.items():
+            if getattr(error, name) is None:
+                setattr(error, name, fact)
         if not error.history:
             error.history = self.statistics.history()
 

@@ -22,7 +22,7 @@ from bagua.comm.lifetime import background as turns
 from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.recorder import Statistics
 from bagua.comm.torch_backend.group import TorchGroup
-from bagua.comm.torch_backend.starter import CallStarter
+from bagua.comm.torch_backend.starter import CallStarter, Connected
 from bagua.comm.transports.contract import DONE, Handle, Transport
 from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.attach import Attached, Peer
@@ -281,9 +281,9 @@ def test_a_failed_call_is_not_counted(comm, transport):
 def test_bytes_that_a_rank_must_send(call, bytes_sent):
     statistics = Statistics(Place("world", "threads", 1, (0, 1, 2, 3)))
     statistics.end(statistics.begin(call, 0.0), 1.0, blocked_s=0.0)
-    assert statistics.snapshot()[call.kind].sent_bytes == bytes_sent
+    assert statistics.kinds[call.kind].sent_bytes == bytes_sent
     statistics.end(statistics.begin(call, 0.0), 1.0, blocked_s=0.0)
-    assert statistics.snapshot()[call.kind].sent_bytes == 2 * bytes_sent
+    assert statistics.kinds[call.kind].sent_bytes == 2 * bytes_sent
 
 
 def test_every_kind_is_counted_somewhere():
@@ -334,7 +334,7 @@ def test_a_small_allreduce_takes_few_functions(communicator: Communicator) -> No
 
 def torch_group(comm: Communicator) -> TorchGroup:
     members = SimpleNamespace(global_communicator=comm, rank=comm.rank, size=comm.size, label="test")
-    return TorchGroup(HashStore(), CallStarter(members, SimpleNamespace(timeout_s=10.0), {}))
+    return TorchGroup(CallStarter(Connected(HashStore(), members, SimpleNamespace(timeout_s=10.0), {})))
 
 
 def synchronous() -> Any:
@@ -461,7 +461,7 @@ def test_who_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.threads
 def test_each_thread_collects_its_own_calls() -> None:
     group, cpu = (
-        TorchGroup(HashStore(), CallStarter(solo_group(), SimpleNamespace(timeout_s=5.0), {})),
+        TorchGroup(CallStarter(Connected(HashStore(), solo_group(), SimpleNamespace(timeout_s=5.0), {}))),
         torch.device("cpu"),
     )
     group._start_coalescing(cpu)

@@ -371,13 +371,13 @@ def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]
 @pytest.mark.gloo
 def test_a_late_rank_is_named_however_late_the_comparison_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a crowded machine the fingerprints' deadline ends long after that of the call."""
-    make = checked_module.Fingerprints.__init__
+    make = checked_module.fingerprint_of
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> torch.Tensor:
         time.sleep(0.15)
-        make(*arguments)
+        return make(*arguments)
 
-    monkeypatch.setattr(checked_module.Fingerprints, "__init__", slowly)
+    monkeypatch.setattr(checked_module, "fingerprint_of", slowly)
     others = threading.Barrier(2)
 
     def job(comm: Communicator) -> tuple[int, ...]:

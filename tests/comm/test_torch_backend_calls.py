@@ -43,7 +43,7 @@ class Recorder:
 
 def group_alone(**backends: object) -> TorchGroup:
     """A group of one rank, with ``backends`` by device type; torch, which would refuse fakes, does not know of them."""
-    return TorchGroup(dist.HashStore(), CallStarter(solo_group(), SimpleNamespace(timeout_s=5.0), backends))
+    return TorchGroup(CallStarter(Connected(dist.HashStore(), solo_group(), SimpleNamespace(timeout_s=5.0), backends)))
 
 
 def test_tensors_of_other_devices_go_to_their_backend() -> None:
@@ -99,7 +99,7 @@ def test_a_barrier_of_devices_is_among_the_members_there_are_now() -> None:
     before, now, cpu = Recorder(), Recorder(), Recorder()
     for one in (before, now, cpu):
         one.timeout_s, one._set_default_timeout = 5.0, lambda _: None
-    group = TorchGroup(dist.HashStore(), CallStarter(solo_group(), cpu, {"cuda": before}))
+    group = TorchGroup(CallStarter(Connected(dist.HashStore(), solo_group(), cpu, {"cuda": before})))
     options = dist.BarrierOptions()
     options.device_ids = [0]
     assert group.barrier(options) == "work of barrier"

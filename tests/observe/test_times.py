@@ -166,14 +166,14 @@ def test_totals_that_are_read_while_a_call_is_counted_have_all_of_it_or_nothing(
     sent, readings = records.sent_by, []
 
     def asking(*arguments):
-        readings.append(statistics.snapshot())
+        readings.append(statistics.kinds)
         return sent(*arguments)
 
     monkeypatch.setattr(records, "sent_by", asking)
     message = Call("send", 0, torch.float32, 5, root=1)
     for count in (1, 2):
         statistics.end(statistics.begin(message, 0.0), 0.0, blocked_s=0.0, spent_s=1.0)
-        assert statistics.snapshot() == {"send": KindStatistics(count, 20 * count, 20 * count, float(count))}
+        assert statistics.kinds == {"send": KindStatistics(count, 20 * count, 20 * count, float(count))}
     assert readings == [{}, {"send": KindStatistics(1, 20, 20, 1.0)}]
 
 

@@ -40,6 +40,8 @@ def daemon(name: str, target: Callable[..., object], *arguments: object) -> thre
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 #: How long the end of the process waits for what runs beside it, in seconds.
 _EXIT_S = 1.0
+#: Name of the threads that this is about.
+_BESIDE = "bagua-beside"
 
 
 class _Task(Future[T]):
@@ -53,6 +55,13 @@ class _Task(Future[T]):
         if self._generation != family.generation:
             raise forked_error()
         return super().result(timeout)
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that asks the future
+        future.set_exception(error)
 
 
 class BackgroundThread:
@@ -96,12 +105,8 @@ class BackgroundThread:
         context = contextvars.copy_context()
 
         def task() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(context.run(function))
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that asks the future
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                _settle(future, partial(context.run, function))
 
         self.put(task)
         if self._stopped and future.cancel():  # by a signal handler, meanwhile
@@ -156,14 +161,7 @@ def within(limit_s: float, ask: Callable[[], T]) -> T:
         TimeoutError: it takes longer, or no thread can start.
     """
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            outcome.set_exception(error)
-
-    if not _beside.start(run) or not wait([outcome], limit_s).done:
+    if not beside(partial(_settle, outcome, ask)) or not wait([outcome], limit_s).done:
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return outcome.result()
 
@@ -175,55 +173,26 @@ def bounded(function: Callable[[], T], limit_s: float) -> T | None:
     return None
 
 
-class _Beside:
-    """What runs in threads of its own, beside its callers."""
+def beside(function: Callable[[], None]) -> bool:
+    """Run ``function`` beside what the caller does; False if no thread can start, and it will not run.
 
-    def __init__(self) -> None:
-        self._running: set[threading.Event] = set()
-        family.add(self)
-
-    def disown(self) -> None:
-        """In a forked child nothing of it runs."""
-        self._running = set()
-
-    def start(self, function: Callable[[], None]) -> bool:
-        """Run ``function`` beside what the caller does; False if no thread can start, and it will not run.
-
-        The end of the process waits a little for it. A thread that comes back from torch into an interpreter that has
-        ended takes the process down (SIGABRT).
-        """
-        running, ended = self._running, threading.Event()
-
-        def run() -> None:
-            try:
-                function()
-            finally:
-                running.discard(ended)
-                ended.set()
-
-        running.add(ended)
-        try:
-            daemon("bagua-beside", run)
-        except RuntimeError:
-            running.discard(ended)
-            return False
-        return True
-
-    def wait(self, limit_s: float) -> None:
-        """Wait until nothing runs, for at most ``limit_s``."""
-        until = time.monotonic() + limit_s
-        for ended in list(self._running):
-            ended.wait(max(0.0, until - time.monotonic()))
-
-
-_beside = _Beside()
-beside = _beside.start
+    The end of the process waits a little for it. A thread that comes back from torch into an interpreter that has
+    ended takes the process down (SIGABRT).
+    """
+    try:
+        daemon(_BESIDE, function)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _stop_all() -> None:
     for background in list(_living):
         background.stop(timeout_s=_EXIT_S)
-    _beside.wait(_EXIT_S)
+    until = time.monotonic() + _EXIT_S
+    for thread in threading.enumerate():
+        if thread.name == _BESIDE:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 atexit.register(_stop_all)

@@ -7,6 +7,7 @@ rest. Calls of one communicator that overlap are counted once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import threading
@@ -274,7 +275,8 @@ class Statistics:
             sent += sent_by(call, self.place.rank, len(self.place.ranks))
         self._totals[kind] = (calls + 1, before_s + spent_s, volume, sent)
 
-    def snapshot(self) -> dict[str, KindStatistics]:
+    @property
+    def kinds(self) -> dict[str, KindStatistics]:
         """Totals by kind."""
         return {
             kind: KindStatistics(
@@ -285,7 +287,7 @@ class Statistics:
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in calls of all kinds; see ``KindStatistics``."""
-        return sum(entry.sent_bytes for entry in self.snapshot().values())
+        return sum(entry.sent_bytes for entry in self.kinds.values())
 
     def history(self) -> tuple[str, ...]:
         """The last calls, oldest first."""
@@ -293,7 +295,7 @@ class Statistics:
 
 
 class Sums(NamedTuple):
-    """What several communicators did together; the fields are those of ``Statistics``, ``kinds`` its snapshot."""
+    """What several communicators did together; the fields are those of ``Statistics``."""
 
     times: CallTimes
     waits: dict[int, float]
@@ -306,7 +308,7 @@ class Sums(NamedTuple):
             self.times.plus(entry.times),
             _added(self.waits, entry.waits),
             _added(self.lasts, entry.lasts),
-            merge([self.kinds, entry.snapshot()]),
+            merge([self.kinds, entry.kinds]),
         )
 
 
@@ -323,9 +325,9 @@ class Books(NamedTuple):
     latest: tuple[Statistics, ...]
     earlier: Sums
 
-    def counted(self) -> tuple[Statistics, ...]:
-        """Those whose sums are not among the earlier ones."""
-        return (*self.latest, *self.open)
+    def all(self) -> tuple[Sums | Statistics, ...]:
+        """Everything to add up."""
+        return (self.earlier, *self.latest, *self.open)
 
 
 class TraceSink(Protocol):
@@ -430,26 +432,19 @@ class Recorder:
 
     def times(self) -> CallTimes:
         """Sums over all communicators."""
-        books = self._books
-        total = books.earlier.times
-        for entry in books.counted():
-            total = total.plus(entry.times)
-        return total
+        return functools.reduce(CallTimes.plus, (one.times for one in self._books.all()))
 
     def waits(self) -> dict[int, float]:
         """Seconds that this rank has waited for each other one that came last, by global rank."""
-        books = self._books
-        return _added(books.earlier.waits, *(entry.waits for entry in books.counted()))
+        return _added(*(one.waits for one in self._books.all()))
 
     def lasts(self) -> dict[int, float]:
         """How often each other rank came last, and late, by global rank."""
-        books = self._books
-        return _added(books.earlier.lasts, *(entry.lasts for entry in books.counted()))
+        return _added(*(one.lasts for one in self._books.all()))
 
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
-        books = self._books
-        return merge([books.earlier.kinds, *(entry.snapshot() for entry in books.counted())])
+        return merge([one.kinds for one in self._books.all()])
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sent on all communicators."""

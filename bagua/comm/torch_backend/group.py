@@ -92,17 +92,14 @@ class TorchGroup(dist.ProcessGroup):
     """A group of ``torch.distributed``, with CPU tensors travelling by our transports.
 
     Args:
-        store: key-value store of the ranks of this group alone.
         starter: makes its calls, and ends with it.
         connect: connects the members of what this group becomes; None if it stays as it is.
     """
 
-    def __init__(
-        self, store: dist.Store, starter: CallStarter, connect: Callable[..., Connected] | None = None
-    ) -> None:
+    def __init__(self, starter: CallStarter, connect: Callable[..., Connected] | None = None) -> None:
         super().__init__(starter.members.rank, starter.members.size)  # type: ignore[call-arg]  # not in the stub
         #: For all who meet the ranks of this group.
-        self.store_of_members = store
+        self.store_of_members = starter.store
         self.members = starter.members
         self._starter = starter
         self._connect = connect

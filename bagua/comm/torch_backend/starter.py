@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -206,38 +206,30 @@ class CallStarter:
     """What makes the calls of one group: our communicators for CPU tensors, torch's backends for others.
 
     Args:
-        members: our group of the same ranks; closed with this.
-        stand_in: registered with torch for CPU tensors.
-        backends: who serves the tensors of other devices, by device type.
+        connected: what the calls are made on; its group is closed with this.
         options: options of the group.
 
     Attributes:
+        store: where its members meet now.
+        members: our group of the same ranks.
         messages: makes the calls between two ranks.
         backends: who serves the tensors of other devices now.
         torch_backends: the stand-in and the first other backends, as torch registers them, by device type.
     """
 
-    def __init__(
-        self,
-        members: ProcessGroup,
-        stand_in: CpuStandIn,
-        backends: Mapping[str, Any],
-        options: TorchBackendOptions = TorchBackendOptions(),
-    ) -> None:
-        self.torch_backends = {"cpu": stand_in, **backends}
+    def __init__(self, connected: Connected, options: TorchBackendOptions = TorchBackendOptions()) -> None:
+        self.torch_backends = {"cpu": connected.stand_in, **connected.backends}
         self._options = options
         self._backward = BackwardWatch() if options.raise_in_backward else None
-        self._begin(members, stand_in, backends)
+        self._begin(connected)
 
-    def _begin(self, members: ProcessGroup, stand_in: CpuStandIn, backends: Mapping[str, Any]) -> None:
-        self.members = members
-        self.messages = members.global_communicator
+    def _begin(self, connected: Connected) -> None:
+        self.store, self.members, self._stand_in, self.backends = connected
+        self.messages = self.members.global_communicator
         self.messages.share()  # Threads may share a group of torch.
-        self._stand_in = stand_in
-        self.backends = dict(backends)
-        self.callbacks: CallbackThread | PlainFutures = (
-            CallbackThread(f"bagua-{members.label}-callbacks") if self._options.ordered_callbacks else PlainFutures()
-        )
+        self.callbacks: CallbackThread | PlainFutures = PlainFutures()
+        if self._options.ordered_callbacks:
+            self.callbacks = CallbackThread(f"bagua-{self.members.label}-callbacks")
         #: Connected by the first collective call in a callback.
         self._nested: Communicator | None = None
         self._nesting = threading.RLock()
@@ -250,7 +242,7 @@ class CallStarter:
         """Make later calls with other members, after ``close``."""
         timeout_s = self.timeout_s
         self.torch_backends["cpu"].heir = connected.stand_in
-        self._begin(connected.members, connected.stand_in, connected.backends)
+        self._begin(connected)
         self.members.set_timeout(timeout_s)
         self.set_timeout(timedelta(seconds=timeout_s))
 

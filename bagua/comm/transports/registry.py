@@ -47,61 +47,6 @@ def _describe(row: list[int], size: int) -> str:
     return str(Call.of_numbers([kind, *others], sequence, -1, counts))
 
 
-class Fingerprints:
-    """The fingerprints of a collective: all ranks see all of them, so all raise together."""
-
-    def __init__(self, check: Transport, call: Call, timeout_s: float) -> None:
-        self._check = check
-        self._rank = check.rank
-        self._size = check.size
-        self._ranks = check.membership.ranks
-        self._own = fingerprint_of(call, check.size)
-        self._rows = torch.empty((check.size, self._own.numel()), dtype=torch.int64, device="cpu")
-        gathering = Call("allgather", call.sequence, torch.int64, self._own.numel())
-        self._handle = check.start(gathering, self._own, self._rows, timeout_s, True)
-
-    def arrived(self) -> bool:
-        return self._handle.is_completed()
-
-    def compare(self) -> None:
-        """Raise if any two ranks disagree."""
-        self._handle.wait()
-        rows = self._rows.tolist()
-        mine = rows[self._rank]
-        unlike = [rank for rank, row in enumerate(rows) if row[:_FACTS] != mine[:_FACTS]]
-        if unlike:
-            ranks = self._ranks
-            seen = "; ".join(f"rank {ranks[rank]}: {_describe(rows[rank], self._size)}" for rank in unlike)
-            self._wait_for_all()
-            peers = [ranks[rank] for rank in unlike]
-            raise _mismatch("ranks are about to do different things", _describe(mine, self._size), seen, peers)
-        self._compare_counts(rows)
-
-    def _compare_counts(self, rows: list[list[int]]) -> None:
-        for sender, receiver in itertools.product(range(self._size), repeat=2):
-            sent = rows[sender][_FACTS + receiver]
-            expected = rows[receiver][_FACTS + self._size + sender]
-            if sent != expected:
-                names = self._ranks[sender], self._ranks[receiver]
-                sides = (
-                    f"rank {names[0]} sends {sent} elements to rank {names[1]}",
-                    f"rank {names[1]} expects {expected} elements from rank {names[0]}",
-                )
-                own, other = sides if self._rank != receiver else sides[::-1]
-                peer = sender if self._rank == receiver else receiver
-                self._wait_for_all()
-                raise _mismatch("the counts of alltoall_v do not fit together", own, other, [self._ranks[peer]])
-
-    def _wait_for_all(self) -> None:
-        """Until every rank has seen the disagreement: the error closes the connections."""
-        with contextlib.suppress(CommunicationError):
-            self._check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
-
-    def give_up(self, limit_s: float | None) -> None:
-        """Let the transport say who is missing, after ``limit_s`` at most; None for the deadline, which has passed."""
-        self._handle.wait(limit_s)
-
-
 def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
     return CollectiveMismatchError(problem, expected=own, seen=other, peers=peers, advice=_ADVICE)
 
@@ -144,6 +89,33 @@ class CheckedTransport(Transport):
             handle = CheckedHandle(self, call, source, target, timeout_s)
             self._waiting.append(handle)
             return handle
+
+    def compare(self, rows: list[list[int]]) -> None:
+        """Raise if any two ranks disagree: all ranks see the fingerprints of all, so all raise together."""
+        ranks, mine = self.membership.ranks, rows[self.rank]
+        unlike = [rank for rank, row in enumerate(rows) if row[:_FACTS] != mine[:_FACTS]]
+        if unlike:
+            seen = "; ".join(f"rank {ranks[rank]}: {_describe(rows[rank], self.size)}" for rank in unlike)
+            self._wait_for_all()
+            peers = [ranks[rank] for rank in unlike]
+            raise _mismatch("ranks are about to do different things", _describe(mine, self.size), seen, peers)
+        for sender, receiver in itertools.product(range(self.size), repeat=2):
+            sent = rows[sender][_FACTS + receiver]
+            expected = rows[receiver][_FACTS + self.size + sender]
+            if sent != expected:
+                sides = (
+                    f"rank {ranks[sender]} sends {sent} elements to rank {ranks[receiver]}",
+                    f"rank {ranks[receiver]} expects {expected} elements from rank {ranks[sender]}",
+                )
+                own, other = sides if self.rank != receiver else sides[::-1]
+                peer = sender if self.rank == receiver else receiver
+                self._wait_for_all()
+                raise _mismatch("the counts of alltoall_v do not fit together", own, other, [ranks[peer]])
+
+    def _wait_for_all(self) -> None:
+        """Until every rank has seen the disagreement: the error closes the connections."""
+        with contextlib.suppress(CommunicationError):
+            self.check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
 
     def advance(self) -> None:
         """Start what can be started, in order."""
@@ -190,7 +162,7 @@ class CheckedHandle(Handle):
         timeout_s: deadline of the call, from now.
     """
 
-    __slots__ = ("_call", "_deadline", "_error", "_fingerprints", "_inner", "_tensors", "_transport")
+    __slots__ = ("_call", "_deadline", "_error", "_gathering", "_inner", "_rows", "_tensors", "_transport")
 
     def __init__(self, transport: CheckedTransport, call: Call, source: Data, target: Data, timeout_s: float) -> None:
         self._transport = transport
@@ -199,18 +171,24 @@ class CheckedHandle(Handle):
         self._deadline = Deadline.after(timeout_s)
         self._inner: Handle | None = None
         self._error: BaseException | None = None
-        compared = call.kind not in POINT_TO_POINT
-        self._fingerprints = Fingerprints(transport.check, call, timeout_s) if compared else None
+        #: Brings the fingerprints of a collective.
+        self._gathering: Handle | None = None
+        if call.kind not in POINT_TO_POINT:
+            own = fingerprint_of(call, transport.size)
+            self._rows = own.new_empty((transport.size, own.numel()))
+            gathering = Call("allgather", call.sequence, torch.int64, own.numel())
+            self._gathering = transport.check.start(gathering, own, self._rows, timeout_s, True)
 
     def try_start(self) -> bool:
         """Start the data call if the fingerprints are there; True if this handle is done with them."""
         if self._inner is not None or self._error is not None:
             return True
         try:
-            if self._fingerprints is not None:
-                if not self._fingerprints.arrived():
+            if self._gathering is not None:
+                if not self._gathering.is_completed():
                     return False
-                self._fingerprints.compare()
+                self._gathering.wait()
+                self._transport.compare(self._rows.tolist())
             self._inner = self._transport.data.start(self._call, *self._tensors, self._deadline.limit_s, True)
         except Exception as error:  # noqa: BLE001  # the one who waits raises it
             self._error = error
@@ -230,8 +208,8 @@ class CheckedHandle(Handle):
         # What was started for this call began a moment later: where the call is over, it waits for its own deadline.
         limit_s = None if self._deadline.left_s <= 0 else until.limit_s
         if self._inner is None:
-            assert self._fingerprints is not None
-            self._fingerprints.give_up(limit_s)
+            assert self._gathering is not None
+            self._gathering.wait(limit_s)  # It says who is missing.
             # The peers have told what they do, and it is not this.
             waited_s = self._deadline.timeout_s if timeout_s is None else timeout_s
             raise CollectiveTimeoutError("the call did not complete in time", timeout_s=waited_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import memmove
-from typing import ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -155,10 +154,11 @@ class MemoryExchange:
                 self._reduce_slices(piece)
             else:
                 self._reduce_all(piece)
-        elif call.kind == "alltoall_v":
-            self._move(MemoryExchange._alltoall_v, piece, max(max(notice.call.send_counts) for notice in self._notices))
         else:
-            self._move(self._MOVES[call.kind], piece, call.numel)
+            width = call.numel
+            if call.kind == "alltoall_v":
+                width = max(max(notice.call.send_counts) for notice in self._notices)
+            self._move(getattr(self, f"_{call.kind}"), piece, width)
         if lent:
             peers.barrier(call, self._deadline, self._spin_s)
             peers.withdraw(self._slot)
@@ -166,17 +166,17 @@ class MemoryExchange:
         if self._unseen and self._target is not None and not self._target.is_inference():
             increment_version(self._target)  # so that autograd notices, as after ``copy_``
 
-    def _move(self, move: Callable[[MemoryExchange, int, int], None], piece: int, width: int) -> None:
+    def _move(self, move: Callable[[int, int], None], piece: int, width: int) -> None:
         """Do ``move`` for all columns: for one piece while peers may still do it for the one before."""
         if width <= piece:
-            move(self, 0, width)
+            move(0, width)
             return
         for start in range(0, width, piece):
             stop = min(start + piece, width)
             if start:
                 self._peers.stage(self._slot, start, stop)
                 self._peers.barrier(self._call, self._deadline, self._spin_s)
-            move(self, start, stop)
+            move(start, stop)
 
     # An allreduce, whose source is its target.
 
@@ -300,13 +300,3 @@ class MemoryExchange:
             if start < end:
                 self._copy(rank, place + start, row + start, row + end)
             place += length
-
-    _MOVES: ClassVar[dict[str, Callable[[MemoryExchange, int, int], None]]] = {
-        "reduce": _reduce,
-        "broadcast": _broadcast,
-        "allgather": _allgather,
-        "gather": _gather,
-        "scatter": _scatter,
-        "reduce_scatter": _reduce_scatter,
-        "alltoall": _alltoall,
-    }

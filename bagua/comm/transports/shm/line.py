@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection
 from ctypes import memmove
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
-from bagua.comm.transports.shm.memory import GONE, SharedMemory, map_memory
+from bagua.comm.transports.shm.memory import GONE, SharedMemory, allocate, map_memory
 
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
@@ -263,16 +263,39 @@ class ControlLine(Line):
         return self._layout.records + slot * self._layout.record_bytes
 
 
-class Area(Protocol):
-    """Where data was copied for others to see."""
+_NOTHING = torch.empty(0, device="cpu")
 
-    views: Views
+
+class Area:
+    """A segment that lives as long as this object.
+
+    Attributes:
+        segment: the memory.
+        views: typed parts of the memory.
+        nbytes: its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory, self.segment = allocate(nbytes, in_children=False)
+        self.views = Views(self._memory)
+        self.nbytes = nbytes
+        self._source = _NOTHING
 
     def source(self, start: int, stop: int) -> torch.Tensor:
         """The data where it was copied from."""
+        source = self._source
+        return source if stop - start == source.numel() else source[start:stop]
 
     def source_address(self, start: int) -> int:
-        """Where element ``start`` of that data lies."""
+        """Where element ``start`` of that data lies; cheaper than to make a tensor of the part."""
+        return self._source.data_ptr() + start * self._source.element_size()
+
+    def forget(self) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._source = _NOTHING
+
+    def show(self, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
+        """Show elements ``start`` to ``stop``, but for what is ``kept`` where it is."""
 
 
 class OwnLine(ControlLine):
@@ -283,7 +306,7 @@ class OwnLine(ControlLine):
         slots = Slots(size).count
         self._reason = ""
         self._inline_places: dict[torch.dtype, Location] = {}
-        self._areas: list[Area | None] = [None] * slots
+        self.areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
         self._agreements = [call.agreement() for call in self.calls]
         #: The beginning of each record, for peers' lines to compare with.
@@ -331,7 +354,7 @@ class OwnLine(ControlLine):
             self._agreements[slot] = call.agreement()
             self._write_all(slot, call, place)
         self.calls[slot], self.places[slot] = call, place
-        self._lent[slot], self._areas[slot] = lent, area
+        self._lent[slot], self.areas[slot] = lent, area
         self._shown[slot] = None if area is None else area.views
 
     def _write_all(self, slot: int, call: Call, place: Location) -> None:
@@ -347,13 +370,15 @@ class OwnLine(ControlLine):
         self.agreements[slot] = numbers
 
     def withdraw(self, slot: int) -> None:
-        """Forget the caller's tensor."""
-        self._lent[slot] = None
+        """Drop the reference to the caller's tensor."""
+        self._lent[slot], area = None, self.areas[slot]
+        if area is not None:
+            area.forget()
 
     def forget_areas(self) -> None:
         """Drop all references to memory other than the control memory."""
         self._lent = [None] * len(self._lent)
-        self._areas = [None] * len(self._areas)
+        self.areas = [None] * len(self.areas)
         self._shown = [None] * len(self._shown)
 
     def notice(self, slot: int) -> Notice:
@@ -373,11 +398,11 @@ class OwnLine(ControlLine):
 
     def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """See ``Line.source``: of what passes piece by piece, the own part was not copied."""
-        area = self._areas[slot]
+        area = self.areas[slot]
         return self.view(slot, start, stop) if area is None else area.source(start, stop)
 
     def source_address(self, slot: int, start: int, stop: int) -> int:
-        area = self._areas[slot]
+        area = self.areas[slot]
         return self.address(slot, start, stop) if area is None else area.source_address(start)
 
 

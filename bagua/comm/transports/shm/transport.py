@@ -23,7 +23,7 @@ from bagua.comm.transports.memory.line import FaultHook, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.comm.transports.shm.attach import DescriptorChannel, attach, explained
-from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, Location, OwnLine, PeerLine, Views, Where
+from bagua.comm.transports.shm.line import NOWHERE, Area, ControlLayout, Location, OwnLine, PeerLine, Where
 from bagua.comm.transports.shm.memory import HEADER_BYTES, Segment, allocate, find
 from bagua.comm.transports.threads import current_fault
 from bagua.errors import TransportUnavailableError
@@ -37,39 +37,8 @@ _CACHED_PART = 8
 #: Of both areas: every dtype can be seen there.
 _ALIGNED_BYTES = 64
 
-_NOTHING = torch.empty(0, device="cpu")
 
-
-class _Area:
-    """A segment that lives as long as this object.
-
-    Attributes:
-        segment: the memory.
-        views: typed parts of the memory.
-        nbytes: its size.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory, self.segment = allocate(nbytes, in_children=False)
-        self.views = Views(self._memory)
-        self.nbytes = nbytes
-        self._source = _NOTHING
-
-    def source(self, start: int, stop: int) -> torch.Tensor:
-        """The data where it was copied from."""
-        source = self._source
-        return source if stop - start == source.numel() else source[start:stop]
-
-    def source_address(self, start: int) -> int:
-        """Where element ``start`` of that data lies; cheaper than to make a tensor of the part."""
-        return self._source.data_ptr() + start * self._source.element_size()
-
-    def forget(self) -> None:
-        """Drop the reference to the caller's tensor."""
-        self._source = _NOTHING
-
-
-class Staging(_Area):
+class Staging(Area):
     """Two areas that take turns, for the collectives of one communicator.
 
     While peers read a piece in one area, the next goes into the other. What only this
@@ -147,7 +116,7 @@ class Staging(_Area):
                 memmove(part, source + (first + start) * itemsize, (min(stop, length) - start) * itemsize)
 
 
-class Outbox(_Area):
+class Outbox(Area):
     """One area for the messages to one rank; the next piece comes when the last was taken.
 
     Args:
@@ -161,7 +130,7 @@ class Outbox(_Area):
         self.show(0, min(piece, source.numel()))
         return Location(Where.OUTBOX, source.dtype, self.segment.number, HEADER_BYTES, piece)
 
-    def show(self, start: int, stop: int) -> None:
+    def show(self, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:  # noqa: ARG002 - none of it is
         """Show elements ``start`` to ``stop``."""
         itemsize = self._source.element_size()
         target = self.views.address + HEADER_BYTES
@@ -256,19 +225,17 @@ class ShmPeers(Peers):
 
     def _area(self, slot: int, nbytes: int) -> Staging | Outbox:
         try:
-            return self._staging_area() if slot < 2 else self._outbox(slot, nbytes)
+            if slot >= 2:
+                return self._outbox(slot, nbytes)
+            self._staging = Staging(self._staging_bytes, self.rank, self.size)
         except OSError as error:
             raise TransportUnavailableError(f"there is no shared memory to copy the data into: {error}") from error
+        return self._staging
 
     def _offer(self, slot: int, segment: Segment) -> bool:
         """Make ``segment`` known to those who read ``slot``."""
         readers = self._others if slot < 2 else (slot - 2,)
         return all(self._channels[rank].offer(segment) for rank in readers)
-
-    def _staging_area(self) -> Staging:
-        if self._staging is None:
-            self._staging = Staging(self._staging_bytes, self.rank, self.size)
-        return self._staging
 
     def _outbox(self, slot: int, nbytes: int) -> Outbox:
         small, large = _OUTBOX_BYTES
@@ -306,27 +273,19 @@ class ShmPeers(Peers):
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
         """Show the next piece, if the data is shown in pieces."""
-        where = self._line.places[slot].where
-        if where == Where.STAGED:
-            assert self._staging is not None
-            self._staging.show(start, stop, kept)
-        elif where == Where.OUTBOX:
-            self._outboxes[slot].show(start, stop)
+        area = self._line.areas[slot]
+        if area is not None:
+            area.show(start, stop, kept)
 
     def conclude(self, slot: int) -> None:
         """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
         for line in self._peer_lines:
             line.conclude(slot)
-        if self._line.places[slot].where == Where.STAGED:
-            assert self._staging is not None
-            self._staging.forget()
+        self._line.withdraw(slot)
 
     def withdraw(self, slot: int) -> None:
         """Drop the reference to the caller's tensor."""
         self._line.withdraw(slot)
-        outbox = self._outboxes.get(slot)
-        if outbox is not None:
-            outbox.forget()
 
     def _drop_gone(self) -> None:
         for rank, channel in self._channels.items():
