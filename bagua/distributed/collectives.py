@@ -6,33 +6,17 @@ the others send. Without it they take numbers, strings, bytes, tensors, and cont
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from bagua import comm
 from bagua.checks import refuse, renaming
-from bagua.comm import (
-    Communicator,
-    Group,
-    NonMember,
-    ReduceOp,
-    TorchWork,
-    Work,
-    allgather_tensors,
-    alltoall_rows,
-    alltoall_tensors,
-    communicator_of,
-    gather_tensors,
-    is_scaled,
-    reduce_scatter_tensors,
-    scale,
-    scaled,
-    scatter_tensors,
-)
-from bagua.distributed.places import as_in_torch, rank_inside
-from bagua.errors import ConfigurationError
+from bagua.comm import Communicator, Group, NonMember, ReduceOp, TorchWork, Work, communicator_of, is_scaled
+from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [
     "all_gather",
@@ -57,6 +41,76 @@ __all__ = [
     "scatter_object_list",
 ]
 
+#: Where callbacks of futures of a communicator run; the thread starts with the first of them.
+_callback_threads: weakref.WeakKeyDictionary[Communicator, comm.CallbackThread] = weakref.WeakKeyDictionary()
+
+
+def rank_inside(
+    communicator: Communicator, rank: int | None, group_rank: int | None, argument: str, default: int | None = None
+) -> int:
+    """The rank in ``communicator`` that a global rank, or a rank in the group, names.
+
+    Args:
+        communicator: communicator of the group.
+        rank: a global rank, or None.
+        group_rank: a rank in the group, or None.
+        argument: name of ``rank``; that of ``group_rank`` has ``group_`` before it.
+        default: global rank that is meant if none is given; None if one must be.
+
+    Raises:
+        ConfigurationError: both are given, or none.
+        InvalidRankError: ``rank`` is not a member.
+    """
+    if group_rank is not None:
+        if rank is not None:
+            raise _not_one(argument, f"{rank} and {group_rank}")
+        return group_rank
+    rank = default if rank is None else rank
+    if rank is None:
+        raise _not_one(argument, "none of them")
+    ranks = communicator.ranks
+    if type(rank) is int and 0 <= rank < len(ranks) and ranks[rank] == rank:
+        return rank
+    if type(rank) is not int or rank not in ranks:
+        raise InvalidRankError(
+            "not a member of the group",
+            argument=argument,
+            expected=f"a global rank, one of {list(ranks)}",
+            seen=repr(rank),
+            advice=f"Ranks in the group are what group_{argument} takes.",
+        )
+    return ranks.index(rank)
+
+
+def _not_one(argument: str, seen: str) -> ConfigurationError:
+    return ConfigurationError(
+        "a rank is named once, among all ranks or in the group",
+        argument=argument,
+        expected=f"one of {argument} and group_{argument}",
+        seen=seen,
+    )
+
+
+def as_in_torch(
+    communicator: Communicator | NonMember, work: Work | None, outputs: Sequence[Tensor], *, complete: bool = False
+) -> TorchWork | None:
+    """``work`` with the methods and results of torch's works; None if the call was not asynchronous.
+
+    Args:
+        communicator: on which the call was made.
+        work: the call, or None.
+        outputs: the tensors that receive its result.
+        complete: True if no ``work`` means a call that is complete.
+    """
+    if isinstance(communicator, NonMember) or (work is None and not complete):
+        return None
+    found = _callback_threads.get(communicator)
+    if found is None:
+        found = _callback_threads.setdefault(communicator, comm.CallbackThread(f"bagua-{communicator.label}-callbacks"))
+        weakref.finalize(communicator, found.stop, 0.0)
+    return TorchWork(work, outputs, found)
+
+
 #: The type of operations that are names only.
 _NAMED = type(ReduceOp.SUM)
 
@@ -66,13 +120,13 @@ def _in_place(communicator: Communicator | NonMember, op: Any, tensors: Sequence
     if not is_scaled(op):
         return op
     if communicator:
-        scale(op, tensors)
+        comm.scale(op, tensors)
     return ReduceOp.SUM
 
 
 def _of_copies(op: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """``op`` and ``tensors``; for PREMUL_SUM they are SUM and multiplied copies."""
-    return (ReduceOp.SUM, scaled(op, tensors)) if is_scaled(op) else (op, tensors)
+    return (ReduceOp.SUM, comm.scaled(op, tensors)) if is_scaled(op) else (op, tensors)
 
 
 class _Named(NamedTuple):
@@ -155,7 +209,7 @@ def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Gather ``tensor`` of all ranks into ``tensor_list``. As torch's on Gloo: all are equal in size."""
-    return _call(group, async_op, tensor_list, allgather_tensors, tensor_list, tensor)
+    return _call(group, async_op, tensor_list, comm.allgather_tensors, tensor_list, tensor)
 
 
 @renaming(output="output_tensor", tensor="input_tensor")
@@ -176,7 +230,7 @@ def gather(
 ) -> TorchWork | None:
     """Gather ``tensor`` of all ranks into ``gather_list`` on ``dst``, by default rank 0 of all. As torch's."""
     named = _Named(dst, group_dst, "dst", 0)
-    return _call(group, async_op, gather_list or [], gather_tensors, tensor, gather_list, named)
+    return _call(group, async_op, gather_list or [], comm.gather_tensors, tensor, gather_list, named)
 
 
 @renaming(output="tensor")
@@ -190,7 +244,7 @@ def scatter(
 ) -> TorchWork | None:
     """Give each rank its tensor of ``scatter_list`` of ``src``, by default rank 0 of all. As torch's."""
     named = _Named(src, group_src, "src", 0)
-    return _call(group, async_op, [tensor], scatter_tensors, tensor, scatter_list, named)
+    return _call(group, async_op, [tensor], comm.scatter_tensors, tensor, scatter_list, named)
 
 
 def reduce_scatter(
@@ -203,7 +257,7 @@ def reduce_scatter(
     """Reduce lists of tensors over all ranks and give each rank its part. As torch's on Gloo: all are equal in size."""
     if type(op) is not _NAMED and communicator_of(group):
         op, input_list = _of_copies(op, input_list)
-    return _call(group, async_op, [output], reduce_scatter_tensors, output, input_list, op)
+    return _call(group, async_op, [output], comm.reduce_scatter_tensors, output, input_list, op)
 
 
 @renaming(tensor="input")
@@ -227,7 +281,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Send one tensor to each rank and receive one from each; sizes may differ. As torch's."""
-    return _call(group, async_op, output_tensor_list, alltoall_tensors, output_tensor_list, input_tensor_list)
+    return _call(group, async_op, output_tensor_list, comm.alltoall_tensors, output_tensor_list, input_tensor_list)
 
 
 @renaming(tensor="input", output_counts="output_split_sizes", input_counts="input_split_sizes")
@@ -240,7 +294,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Send some of the first dimension of ``input`` to each rank, by default the same to each. As torch's."""
-    return _call(group, async_op, [output], alltoall_rows, output, input, output_split_sizes, input_split_sizes)
+    return _call(group, async_op, [output], comm.alltoall_rows, output, input, output_split_sizes, input_split_sizes)
 
 
 def barrier(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator, Group, TorchWork, Work, communicator_of, mail_of
-from bagua.distributed.places import as_in_torch, rank_inside
+from bagua.distributed.collectives import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"]
@@ -59,7 +59,8 @@ def _send(
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst")
     if tag:
-        _send_tagged(communicator, tensor, inside, tag)
+        _check_message(communicator, tensor, inside, "dst", tag)
+        mail_of(communicator).send(tensor, inside, tag)
         return as_in_torch(communicator, None, [tensor], complete=async_op)
     return as_in_torch(communicator, communicator.send(tensor, inside, async_op=async_op), [tensor])
 
@@ -75,11 +76,6 @@ def _receive(
         return communicator.recv(tensor, inside, async_op=async_op), inside
     found = communicator.recv_any(tensor, async_op=async_op)
     return (found, -1) if isinstance(found, Work) else (None, found)
-
-
-def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
-    _check_message(communicator, tensor, dst, "dst", tag)
-    mail_of(communicator).send(tensor, dst, tag)
 
 
 def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None, tag: int) -> Work:
