@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from bagua.late import late
+from bagua.primitives import centralized, reducers
+from bagua.primitives.centralized import *
 from bagua.primitives.centralized import has_two_levels as has_two_levels
-from bagua.primitives.centralized import on_leaders, scatter_gather_sum, sum_over
 from bagua.primitives.centralized import through_leaders as through_leaders
 from bagua.primitives.digests import differ_by_rounding as differ_by_rounding
 from bagua.primitives.digests import digest_of_gradients as digest_of_gradients
 from bagua.primitives.digests import quick_digest as quick_digest
-from bagua.primitives.reducers import ErrorFeedback, MatrixBlock, ReducerMemory, State, SumReducer
+from bagua.primitives.reducers import *
 
 if TYPE_CHECKING:
     from bagua.primitives.codec_reducers import *
@@ -17,16 +18,8 @@ if TYPE_CHECKING:
     from bagua.primitives.low_rank import *
     from bagua.primitives.neighbors import *
 
-__all__ = [
-    "ErrorFeedback",
-    "MatrixBlock",
-    "ReducerMemory",
-    "State",
-    "SumReducer",
-    "on_leaders",
-    "scatter_gather_sum",
-    "sum_over",
-]
+__all__: list[str] = []
+__all__ += centralized.__all__ + reducers.__all__
 
 #: What exact exchanges do without.
 _LATE = {

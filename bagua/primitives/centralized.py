@@ -9,6 +9,8 @@ import torch
 from bagua.comm import Communicator, ProcessGroup
 from bagua.primitives.reducers import summing_dtype
 
+__all__ = ["on_leaders", "scatter_gather_sum", "sum_over"]
+
 #: What some ranks do with a tensor of theirs, on the communicator that they share.
 _Act = Callable[[torch.Tensor, Communicator], object]
 

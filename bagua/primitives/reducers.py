@@ -17,6 +17,8 @@ from bagua.checks import check_numbers
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError, InvalidTensorError
 
+__all__ = ["ErrorFeedback", "MatrixBlock", "ReducerMemory", "State", "SumReducer"]
+
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added: at least single precision."""

@@ -17,7 +17,7 @@ from bagua.observe import metrics
 from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, unwrap, with_bagua
 from bagua.torch_api import algorithms, communication, data_parallel, distributed, distributed_define, env, exceptions
 from bagua.torch_api.communication import *
-from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
+from bagua.torch_api.env import *
 
 if TYPE_CHECKING:
     from bagua.advise import advise, watch
@@ -40,11 +40,6 @@ __all__ = [
     "distributed_loader",
     "env",
     "exceptions",
-    "get_local_rank",
-    "get_local_size",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
     "join_islands",
     "metrics",
     "print_rank_0",
@@ -52,6 +47,7 @@ __all__ = [
     "watch",
     "with_bagua",
 ]
+__all__ += env.__all__
 __all__ += [name for name in communication.__all__ if name not in communication.TYPES]
 
 

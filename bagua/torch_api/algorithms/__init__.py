@@ -8,15 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bagua import algorithms
-from bagua.algorithms import (
-    Algorithm,
-    AlgorithmImpl,
-)
-from bagua.algorithms import (
-    registry as GlobalAlgorithmRegistry,  # noqa: N812 (documented name)
-)
 from bagua.late import late
 from bagua.torch_api.algorithms import base, gradient_allreduce
+from bagua.torch_api.algorithms.base import *
 
 
 def _module(name: str, summary: str, *names: str) -> ModuleType:
@@ -52,17 +46,8 @@ if TYPE_CHECKING:
     from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, q_adam
 
 
-__all__ = [
-    "Algorithm",
-    "AlgorithmImpl",
-    "GlobalAlgorithmRegistry",
-    "async_model_average",
-    "base",
-    "bytegrad",
-    "decentralized",
-    "gradient_allreduce",
-    "q_adam",
-]
+__all__ = ["async_model_average", "base", "bytegrad", "decentralized", "gradient_allreduce", "q_adam"]
+__all__ += base.__all__
 __all__ += list(MODULES)
 globals().update(MODULES)
 
