@@ -15,14 +15,8 @@ from bagua.checks import check_flags
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import Joining, check_joinable
 from bagua.engine.reducer import Reducer
+from bagua.engine.state import replicas
 from bagua.engine.state.equality import warn_of_other_settings
-from bagua.engine.state.replicas import (
-    allreduce_optimizer_state,
-    allreduce_parameters,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    ignored_parameters,
-)
 from bagua.errors import ConfigurationError
 
 
@@ -295,7 +289,22 @@ def _join_block(engine: BackwardHooks, *, by_initial_size: bool, throws: bool) -
 
     def step() -> None:
         engine.before_step()
-        _step_without_data(engine, joining)
+        reducer = engine.reducer
+        engine.enter_step()
+        _forget_gradients(reducer)
+        if not reducer.scheduler.formed:
+            reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
+            reducer.initialize_buckets()
+        reducer.begin_step()
+        if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
+            reducer.scheduler.fill_missing(reducer.scheduler.missing())
+        reducer.mark_on_complete()
+        if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
+            joining.rescale()
+            for optimizer in reducer.optimizers:
+                optimizer.step()
+        reducer.after_optimizers()
+        _forget_gradients(reducer)
 
     equality = engine.reducer.formation.equality
     engine.reducer.compare_ranks()
@@ -307,26 +316,6 @@ def _join_block(engine: BackwardHooks, *, by_initial_size: bool, throws: bool) -
         engine.joining, equality.at_once = None, before
         joining.close()
         equality.paused = False
-
-
-def _step_without_data(engine: BackwardHooks, joining: Joining) -> None:
-    """Take part in a step with zeros for gradients, and with the weights as they are."""
-    reducer = engine.reducer
-    engine.enter_step()
-    _forget_gradients(reducer)
-    if not reducer.scheduler.formed:
-        reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
-        reducer.initialize_buckets()
-    reducer.begin_step()
-    if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
-        reducer.scheduler.fill_missing(reducer.scheduler.missing())
-    reducer.mark_on_complete()
-    if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
-        joining.rescale()
-        for optimizer in reducer.optimizers:
-            optimizer.step()
-    reducer.after_optimizers()
-    _forget_gradients(reducer)
 
 
 def _is_made_of_optimizers(algorithm: Algorithm) -> bool:
@@ -392,11 +381,11 @@ def begin_training(reducer: Reducer, *, average: bool, broadcast_buffers: bool) 
     communicator = reducer.group.global_communicator
     if communicator.size == 1:
         return
-    own = ignored_parameters(reducer.module)
+    own = replicas.ignored_parameters(reducer.module)
     if average:
-        allreduce_parameters(reducer.module, comm=communicator)
-        allreduce_optimizer_state(reducer.optimizers, comm=communicator, own=own)
+        replicas.allreduce_parameters(reducer.module, comm=communicator)
+        replicas.allreduce_optimizer_state(reducer.optimizers, comm=communicator, own=own)
     else:
-        broadcast_parameters(reducer.module, broadcast_buffers, comm=communicator)
+        replicas.broadcast_parameters(reducer.module, broadcast_buffers, comm=communicator)
         warn_of_other_settings(reducer.formation.model, communicator)
-        broadcast_optimizer_state(reducer.optimizers, comm=communicator, own=own)
+        replicas.broadcast_optimizer_state(reducer.optimizers, comm=communicator, own=own)

@@ -208,7 +208,8 @@ def settings_of(formation: Formation) -> list[Setting]:
 
 def _has_other_form(formation: Formation) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
-    if not has_two_levels(formation.group) or formation.scheduler.remembers:
+    remembers = any(place.memory.state for place in formation.scheduler.places)
+    if remembers or not has_two_levels(formation.group):
         return False
     try:
         other = formation.declaration.in_form(hierarchical=not formation.setting.hierarchical)

@@ -14,7 +14,7 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, ReduceOp, as_group, close_with, get_default_group
-from bagua.engine.buckets.layout import GradientOrder, bucket_lists, log_buckets, name_of, positions_of
+from bagua.engine.buckets.layout import GradientOrder, bucket_lists, name_of, positions_of
 from bagua.engine.buckets.registration import Registration, checked_model, warn_of_strangers
 from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule.courses import follows_gradients, is_chunked, layout_of
@@ -196,7 +196,10 @@ class Formation:
             )
             for index, positions in enumerate(members)
         ]
-        log_buckets(self.group.rank, self.phases.step, self.declaration, buckets)
+        if _log.isEnabledFor(logging.DEBUG):
+            told = "; ".join(f"{one.nbytes:,} bytes, {one.names[0]} to {one.names[-1]}" for one in buckets)
+            where = (self.group.rank, self.phases.step, self.declaration, told)
+            _log.debug("rank %d: from step %d on %r, buckets of %s", *where)
         self.scheduler.take_buckets(buckets)
         self.begin()
 
@@ -267,18 +270,6 @@ class Formation:
 
     # What starts from weights.
 
-    def _begin_from_weights(self) -> None:
-        """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        executed = self.scheduler
-        shared = executed.fresh_and_shared
-        if self.group.size > 1 and shared:
-            if loads := self.equality.loads.unmet():
-                meet(self.group, f"load{loads}", "weights were loaded")
-            weights = [self.model.parameters[name].detach() for name in shared]
-            if not are_equal(weights, self.communicator):
-                average(weights, self.communicator)
-        executed.begin_from_weights()
-
     def settle_loads(self) -> None:
         """Training goes on, or is saved: begin again from weights that were loaded, unless they were put back.
 
@@ -320,7 +311,15 @@ class Formation:
         if self.phases.is_over:
             self._change_phase()
         if self.scheduler.fresh:
-            self._begin_from_weights()
+            executed = self.scheduler
+            shared = executed.fresh_and_shared
+            if self.group.size > 1 and shared:
+                if loads := self.equality.loads.unmet():
+                    meet(self.group, f"load{loads}", "weights were loaded")
+                weights = [self.model.parameters[name].detach() for name in shared]
+                if not are_equal(weights, self.communicator):
+                    average(weights, self.communicator)
+            executed.begin_from_weights()
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
@@ -446,6 +445,6 @@ def _whereabouts(reference: weakref.ref[Formation]) -> str:
     formation = reference()
     if formation is None:
         return ""
-    bucket = formation.scheduler.waits_for
+    bucket = next((lane.at_work for lane in formation.lanes.lanes if lane.at_work is not None), None)
     names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
     return f"step {formation.phases.step}{names}"

@@ -180,12 +180,6 @@ class BackwardHooks:
         hook = partial(_arrived, self._reference)
         self._handles += [one.register_post_accumulate_grad_hook(hook) for one in listened]  # type: ignore[no-untyped-call]
 
-    def _listen_to_sentinels(self) -> None:
-        """A pass has shown which parameters tell of passes: listen to those alone, unless that has failed before."""
-        if not self._sentinels_fail and self.reducer.optimizers:
-            self._sentinels = sentinels_of(self.reducer.optimizers, self.trained, self._arrivals)
-            self.create_hooks()
-
     def _replace_earlier(self) -> None:
         registration = self.reducer.formation.registration
         names = dict(zip(map(id, registration.parameters), registration.names, strict=True))
@@ -388,15 +382,23 @@ class BackwardHooks:
         if not self._several and reducer.phases.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
-        if self._sentinels is None and not reducer.phases.follows_gradients:
-            self._listen_to_sentinels()
+        # A pass has shown which parameters tell of passes: listen to those alone, unless that has failed before.
+        wanted = not (reducer.phases.follows_gradients or self._sentinels_fail) and bool(reducer.optimizers)
+        if self._sentinels is None and wanted:
+            self._sentinels = sentinels_of(reducer.optimizers, self.trained, self._arrivals)
+            self.create_hooks()
         reducer.mark_on_complete()
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
         self._steps_of_update += 1
         if reducer.scheduler.owes or reducer.formation.to_compare is not None:
-            self._wait_for_optimizers()
+            # A GradScaler skips an update whose gradients are not finite, and tells no rank. Others would wait for this
+            # rank until its next forward pass, and there may be none.
+            stepping = optimizers_of(reducer.optimizers, self._arrivals)
+            self._waiting_for = {id(optimizer) for optimizer in stepping if has_finite_gradients(optimizer)}
+            if reducer.optimizers and not self._waiting_for:
+                reducer.after_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.trained if parameter.grad is not None]
@@ -417,24 +419,16 @@ class BackwardHooks:
 
     # Optimizers.
 
-    def _wait_for_optimizers(self) -> None:
-        """Exchange when those optimizers have stepped that will.
-
-        A ``GradScaler`` skips an update whose gradients are not finite, and tells no rank. Others would
-        wait for this rank until its next forward pass, and there may be none.
-        """
-        reducer = self.reducer
-        stepping = optimizers_of(reducer.optimizers, self._arrivals)
-        self._waiting_for = {id(optimizer) for optimizer in stepping if has_finite_gradients(optimizer)}
-        if reducer.optimizers and not self._waiting_for:
-            reducer.after_optimizers()
-
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """``optimizer`` has made its step: when the last has, exchange what waited for that."""
         if id(optimizer) not in self._due:
             self._step_unseen(optimizer)
         if self._steps_of_update:
-            self._count_update(self._steps_of_update)
+            steps, self._steps_of_update = self._steps_of_update, 0
+            self._wasteful_updates = self._wasteful_updates + 1 if steps > 1 else 0
+            if self._wasteful_updates == _UPDATES_UNTIL_TOLD and self._several and self.reducer.group.rank == 0:
+                buckets = self.reducer.buckets if self.reducer.phases.follows_gradients else ()
+                warn_of_accumulation(steps, sum(bucket.nbytes for bucket in buckets))
         self._stepped = True
         self._due.discard(id(optimizer))
         self._waiting_for.discard(id(optimizer))
@@ -447,14 +441,6 @@ class BackwardHooks:
             if not self._was_entered and self.joining is None:  # A method of the model has the loss.
                 self.enter_step()
                 self._entered = False
-
-    def _count_update(self, steps: int) -> None:
-        """An update came after so many steps: say once if several of them were exchanged, update for update."""
-        self._steps_of_update = 0
-        self._wasteful_updates = self._wasteful_updates + 1 if steps > 1 else 0
-        if self._wasteful_updates == _UPDATES_UNTIL_TOLD and self._several and self.reducer.group.rank == 0:
-            buckets = self.reducer.buckets if self.reducer.phases.follows_gradients else ()
-            warn_of_accumulation(steps, sum(bucket.nbytes for bucket in buckets))
 
     def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""

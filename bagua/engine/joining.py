@@ -131,7 +131,10 @@ class Joining:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._reducer.formation.lanes.give_back(self._group)
+        self._group.close()
+        groups = self._reducer.formation.lanes.groups
+        if self._group in groups:
+            groups.remove(self._group)
 
     def _take_state(self, root: int) -> None:
         """All ranks take the weights, buffers and optimizer state of ``root``, which has stepped to the end."""

@@ -383,9 +383,8 @@ class Reducer:
             return
         watched = not stepped and bool(self.optimizers)
         if watched and self._versions not in ([], formation.registration.versions):
-            error = changed_by_others()
-            self.give_up(error)
-            raise error
+            with self.giving_up():
+                raise changed_by_others()
         self._versions = []
         with self.giving_up():
             scheduler.after_optimizers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +12,6 @@ from bagua.comm import Communicator
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.state.agreement import gather_objects
 from bagua.errors import CollectiveMismatchError, ConfigurationError
-
-_log = logging.getLogger("bagua")
 
 
 def bucket_lists(buckets: object) -> list[list[torch.Tensor | str]]:
@@ -147,13 +144,6 @@ def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
         seen=seen,
         advice=advice,
     )
-
-
-def log_buckets(rank: int, step: int, algorithm: object, buckets: Sequence[Bucket]) -> None:
-    """Say at level ``debug`` what is exchanged from ``step`` on."""
-    if _log.isEnabledFor(logging.DEBUG):
-        told = "; ".join(f"{one.nbytes:,} bytes, {one.names[0]} to {one.names[-1]}" for one in buckets)
-        _log.debug("rank %d: from step %d on %r, buckets of %s", rank, step, algorithm, told)
 
 
 def not_formed() -> ConfigurationError:

@@ -112,7 +112,8 @@ class Course:
         prepared: Any,
     ) -> None:
         self.exchange, self.part, self.bucket, self.memory, self.lane = exchange, part, bucket, memory, lane
-        self.label, self.names = exchange.label, bucket.names
+        self.label = exchange.label
+        self.names: Sequence[str] = bucket.names
         self.others: list[Course] = []
         self.flights: deque[Flight] = deque()
         self.due = exchange.when.steps == 1

@@ -29,7 +29,6 @@ _POLL_S = 0.001
 
 def nothing() -> None:
     """Wait for something that is over."""
-    return
 
 
 class Lane:
@@ -248,12 +247,6 @@ class ModelLanes:
         self.groups.clear()
         self.lanes.clear()
         self._apart.clear()
-
-    def give_back(self, group: ProcessGroup) -> None:
-        """Close one of the groups. Idempotent."""
-        group.close()
-        if group in self.groups:
-            self.groups.remove(group)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

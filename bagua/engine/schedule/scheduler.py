@@ -82,11 +82,6 @@ class Scheduler:
         """What is remembered now, once for each label and bucket."""
         return list(self._places.values())
 
-    @property
-    def remembers(self) -> bool:
-        """Whether something is remembered from step to step."""
-        return any(place.memory.state for place in self._places.values())
-
     def take_buckets(self, buckets: list[Bucket]) -> None:
         """Take other buckets, in which nothing is executed yet, and everything begins from its start."""
         self.buckets = buckets
@@ -479,11 +474,6 @@ class Scheduler:
         for course, flight in flights:
             if course in here:
                 course.flights.append(flight)
-
-    @property
-    def waits_for(self) -> Bucket | None:
-        """The bucket that is exchanged, or waited for; None if there is none."""
-        return next((lane.at_work for lane in self.lanes.lanes if lane.at_work is not None), None)
 
     # From one set of buckets to the next.
 

@@ -11,15 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bagua import errors
 from bagua.comm import Communicator, LongWait, ProcessGroup, gather_values
-from bagua.errors import (
-    BaguaError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    PeerLostError,
-    blame,
-)
 
 #: By the beginning of a fact, what it is about, and what to do if it differs.
 _SUBJECTS = {
@@ -50,7 +43,7 @@ def gather_objects(communicator: Communicator, purpose: str, value: Any) -> list
     ranks, own = communicator.ranks, communicator.rank
     others = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != purpose]
     if others:
-        raise CollectiveMismatchError(
+        raise errors.CollectiveMismatchError(
             "ranks make different calls on the model",
             rank=ranks[own],
             peers=[ranks[rank] for rank in others],
@@ -89,7 +82,7 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
     )
     here, there = _first_difference(own, everyone[other])
     differing, advice = _subject(here, there, what)
-    raise CollectiveMismatchError(
+    raise errors.CollectiveMismatchError(
         f"ranks have different {differing}; the first difference from rank {communicator.ranks[other]}",
         rank=communicator.ranks[communicator.rank],
         peers=(communicator.ranks[other],),
@@ -99,7 +92,9 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
     )
 
 
-def compare_or_refuse(facts: Sequence[str], communicator: Communicator, what: str, refusal: BaguaError | None) -> None:
+def compare_or_refuse(
+    facts: Sequence[str], communicator: Communicator, what: str, refusal: errors.BaguaError | None
+) -> None:
     """``compare``, where this rank may have found out that it cannot go on. Collective.
 
     Raising at once would leave ranks that have no reason to refuse waiting for this one.
@@ -117,7 +112,7 @@ def compare_or_refuse(facts: Sequence[str], communicator: Communicator, what: st
     shown = facts if refusal is None else [f"{what} that cannot be used: {refusal.args[0]}"]
     try:
         compare(shown, communicator, what)
-    except CollectiveMismatchError as mismatch:
+    except errors.CollectiveMismatchError as mismatch:
         if refusal is None:
             raise
         raise refusal from mismatch
@@ -167,7 +162,7 @@ def meet(group: ProcessGroup, topic: str, change: str) -> None:
     except BaseException as error:
         told = f"it waited for a change of the model that other ranks did not make: {change}"
         group.abort(told, group.ranks[group.rank])
-        if isinstance(error, CollectiveTimeoutError | PeerLostError):
+        if isinstance(error, errors.CollectiveTimeoutError | errors.PeerLostError):
             error.problem = f"{error.problem}, after the model was changed on this one: {change}"
         raise
 
@@ -179,7 +174,7 @@ def _meet(group: ProcessGroup, topic: str, change: str) -> None:
         left_s = until - time.monotonic()
         try:
             gather_values(group.store, topic, group.rank, group.ranks, change, min(_SLICE_S, max(left_s, 0.0)))
-        except CollectiveTimeoutError as error:
+        except errors.CollectiveTimeoutError as error:
             if left_s <= _SLICE_S:
                 error.elapsed_s, error.timeout_s = round(wait.waited_s(), 3), group.timeout_s
                 error.advice = _ADVICE
@@ -195,9 +190,9 @@ def _meet(group: ProcessGroup, topic: str, change: str) -> None:
             wait.warn(group.ranks[group.rank], sorted(missing), f"to change the model, too: {change}. {_ADVICE}")
 
 
-def _stuck(group: ProcessGroup, stuck: list[int], change: str) -> CollectiveMismatchError:
+def _stuck(group: ProcessGroup, stuck: list[int], change: str) -> errors.CollectiveMismatchError:
     rank, others = group.ranks[group.rank], ", ".join(map(str, stuck))
-    return CollectiveMismatchError(
+    return errors.CollectiveMismatchError(
         f"the model was changed on rank {rank} ({change}), and not on rank {others}, which makes a step without that",
         rank=rank,
         peers=stuck,
@@ -232,7 +227,7 @@ class StepFailure:
             problem, culprit, told = reason, rank, f"it gave up: {reason}"
         else:
             problem = str(getattr(reason, "problem", None) or repr(reason))
-            culprit, told = blame(reason, rank, doing)
+            culprit, told = errors.blame(reason, rank, doing)
         for group in (self._group, *others):
             group.abort(told, culprit)
         self.problem = self.problem or problem
@@ -244,7 +239,7 @@ class StepFailure:
             CommunicatorClosedError: it could not.
         """
         if self.problem:
-            raise CommunicatorClosedError(
+            raise errors.CommunicatorClosedError(
                 f"this model can no longer be synchronized: {self.problem}",
                 rank=self._group.ranks[self._group.rank],
                 advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",

@@ -248,7 +248,11 @@ class EqualityCheck:
         counts, lines = [one[0] for one in found], [one[1] for one in found]
         error, by_rounding = _explain(lines, counts, communicator), False
         if error is not None and len({count for count, _ in counts}) == 1:
-            names = _differing_tensors(lines)
+            columns = _differing(lines)
+            alike = all(len({(kind, name) for kind, name, _ in column}) == 1 for column in columns)
+            names = [(column[0][0], column[0][1]) for column in columns] if alike else []
+            if any(kind not in ("weights", "shared state") for kind, _ in names):
+                names = []
             held = {(kind, name): tensor for kind, name, tensor in self._tensors(belief)}
             by_rounding = bool(names) and differ_by_rounding([held[name] for name in names], communicator)
         communicator.barrier()  # A rank that raises ends the communicator: others may still be receiving.
@@ -319,14 +323,6 @@ def _differing(lines: Sequence[list[list[str]]]) -> list[tuple[list[str], ...]]:
     length = max(map(len, lines))
     filled = (one + [["state", "the number of tensors", ""]] * (length - len(one)) for one in lines)
     return [column for column in zip(*filled, strict=True) if any(one != column[0] for one in column)]
-
-
-def _differing_tensors(lines: Sequence[list[list[str]]]) -> list[tuple[str, str]]:
-    """Kinds and names of the tensors that differ; none if something else does, too."""
-    columns = _differing(lines)
-    alike = all(len({(kind, name) for kind, name, _ in column}) == 1 for column in columns)
-    names = [(column[0][0], column[0][1]) for column in columns]
-    return names if alike and all(kind in ("weights", "shared state") for kind, _ in names) else []
 
 
 def _explain(

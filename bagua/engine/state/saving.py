@@ -17,26 +17,20 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Holder(Protocol):
-    """Holds what is remembered of some parameters that lie one after the other in flat memory."""
+    """Holds what is remembered of some parameters that lie one after the other in flat memory.
 
-    @property
-    def label(self) -> str:
-        """Of the exchange; nothing else remembers things under it."""
-        ...
+    Attributes:
+        label: label of the exchange; nothing else remembers things under it.
+        names: names of the parameters.
+        memory: memory of what is remembered.
+    """
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the parameters."""
-        ...
-
-    @property
-    def memory(self) -> ReducerMemory:
-        """What is remembered."""
-        ...
+    label: str
+    names: Sequence[str]
+    memory: ReducerMemory
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of each parameter in ``flat``."""
-        ...
 
 
 class Remembered(TypedDict):
