@@ -79,25 +79,20 @@ def test_what_is_right_passes():
     check_kind((str, bytes), "text", name="name", data=b"")
 
 
-@pytest.mark.parametrize("wrong", ["no", "", 1, 0, None, np.True_, [True]])
-def test_a_flag_is_true_or_false(wrong):
+#: By what is expected, how that is checked, and what is of another type.
+TYPES = {
+    "True or False": (lambda wrong: check_flags(right=True, wrong=wrong), ["no", "", 1, 0, None, np.True_, [True]]),
+    "a whole number >= 1": (lambda wrong: check_whole(1, wrong=wrong), ["3", 3.0, True, None, np.int64(3)]),
+    "> 0": (lambda wrong: check_numbers(_positive, "> 0", wrong=wrong), ["3", True, None, 1j, [1]]),
+}
+
+
+@pytest.mark.parametrize(("expected", "wrong"), [(name, one) for name, (_, all_) in TYPES.items() for one in all_])
+def test_what_is_of_another_type_is_shown_beside_what_is_expected(expected, wrong):
     with pytest.raises(InvalidTypeError) as caught:
-        check_flags(right=True, wrong=wrong)
-    assert (caught.value.argument, caught.value.expected) == ("wrong", "True or False")
+        TYPES[expected][0](wrong)
+    assert (caught.value.argument, caught.value.expected) == ("wrong", expected)
     assert repr(wrong) in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", ["3", 3.0, True, None, np.int64(3)])
-def test_a_whole_number_is_an_int(wrong):
-    with pytest.raises(InvalidTypeError) as caught:
-        check_whole(1, steps=wrong)
-    assert (caught.value.argument, caught.value.expected) == ("steps", "a whole number >= 1")
-
-
-@pytest.mark.parametrize("wrong", ["3", True, None, 1j, [1]])
-def test_a_number_is_real(wrong):
-    with pytest.raises(InvalidTypeError, match=r"argument lr, expected > 0"):
-        check_numbers(_positive, "> 0", lr=wrong)
 
 
 def test_a_value_out_of_its_range_has_the_right_type():

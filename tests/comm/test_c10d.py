@@ -35,9 +35,8 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from tests.comm.memory_ranks import run_on_gloo, values
-from tests.contract.asynchronous import resources
-from tests.contract.exercises import COPIED, LEGAL, REDUCED, CallSetting, perform
-from tests.contract.results import COPYING, REDUCING, exercise_all
+from tests.contract.exercises import CallSetting, perform
+from tests.contract.results import COPYING, REDUCING, carry_everything, exercise_all, reduce_everything
 from tests.harness import until
 from tests.versions import TORCH, needs
 
@@ -98,18 +97,6 @@ ABILITIES = {
 }
 
 
-def reduce_everything(comm: Communicator, rounds_once: bool) -> None:
-    for op, legal in LEGAL:
-        for dtype in REDUCED:
-            for numel in (0, 1, 7) if dtype in legal else ():
-                reduce_all_ways(comm, dtype, op, numel, rounds_once)
-
-
-def reduce_all_ways(comm: Communicator, dtype: torch.dtype, op: Any, numel: int, rounds_once: bool = False) -> None:
-    for kind in REDUCING:
-        perform(kind, comm, CallSetting((numel,), dtype, op, root=1, rounds_once=rounds_once))
-
-
 #: Gloo takes the place of NCCL, and did not divide before torch 2.13.
 DIVIDES = needs("reduce_scatter of Gloo that divides for AVG", TORCH >= (2, 13))
 
@@ -117,23 +104,13 @@ DIVIDES = needs("reduce_scatter of Gloo that divides for AVG", TORCH >= (2, 13))
 @pytest.mark.parametrize("abilities", ["nothing", "other", pytest.param("nccl", marks=DIVIDES)])
 def test_reductions_that_a_backend_lacks_are_supplied(abilities: str) -> None:
     """What we fold is added in float32."""
-    job = functools.partial(reduce_everything, rounds_once=abilities == "nothing")
+    job = functools.partial(reduce_everything, numels=(0, 1, 7), rounds_once=abilities == "nothing")
     values(run_on_gloo(3, job, transport=limited_to(ABILITIES[abilities])))
 
 
-def copy_everything(comm: Communicator) -> None:
-    for dtype in COPIED:
-        for numel in (0, 1, 7):
-            copy_all_ways(comm, dtype, numel)
-
-
-def copy_all_ways(comm: Communicator, dtype: torch.dtype, numel: int) -> None:
-    for kind in COPYING:
-        perform(kind, comm, CallSetting(shape=(numel,), dtype=dtype, root=1))
-
-
 def test_copies_keep_every_bit_of_every_dtype() -> None:
-    values(run_on_gloo(3, copy_everything, transport=limited_to(ABILITIES["nothing"])))
+    job = functools.partial(carry_everything, shapes=((0,), (1,), (7,)))
+    values(run_on_gloo(3, job, transport=limited_to(ABILITIES["nothing"])))
 
 
 class RecordingGroup:
@@ -257,8 +234,10 @@ def test_a_backend_registered_with_torch_serves(name: str) -> None:
         dist.Backend.register_backend(name, creator, extended_api=extended, devices=["cpu"])
 
     def job(comm: Communicator) -> str:
-        copy_all_ways(comm, torch.bool, 5)
-        reduce_all_ways(comm, torch.float16, ReduceOp.AVG, 5)
+        for kind in COPYING:
+            perform(kind, comm, CallSetting((5,), torch.bool))
+        for kind in REDUCING:
+            perform(kind, comm, CallSetting((5,), torch.float16, ReduceOp.AVG))
         comm.barrier()
         return comm.backend
 
@@ -297,57 +276,28 @@ def test_a_deadline_that_passed_before_anybody_waited() -> None:
     assert values(run_on_gloo(2, job))[0] == (1,)
 
 
-def test_a_failed_wait_for_a_message_ends_it_everywhere() -> None:
-    def job(comm: Communicator) -> Any:
-        if comm.rank == 1:
-            return comm.recv(torch.ones(2), 0)
-        with pytest.raises(CollectiveTimeoutError):
-            comm.recv(torch.ones(2), 1, async_op=True).wait(0.2)
-        return None
-
-    _, error = run_on_gloo(2, job)
-    assert isinstance(error, PeerLostError)
-    assert error.peers == (0,)
-    assert "lost rank 0: it gave up" in str(error)
-
-
-def test_closing_frees_the_backend_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_closing_frees_the_backend_without_the_garbage_collector(broken: bool) -> None:
     """What is still alive when the interpreter ends aborts the process."""
 
     def job(comm: Communicator) -> Any:
         comm.allreduce(torch.ones(2))
         transport = comm._transport
         assert isinstance(transport, C10dTransport)
-        lowering = transport._default.start.__self__  # type: ignore[attr-defined]
-        return weakref.ref(lowering)
+        found = weakref.ref(transport._default.start.__self__), weakref.ref(transport)  # type: ignore[attr-defined]
+        if broken:
+            comm.barrier()
+            comm.abort("to see what stays")
+        return found
 
     gc.disable()
     try:
-        assert [lowering() for lowering in values(run_on_gloo(2, job))] == [None, None]
+        found = values(run_on_gloo(2, job))
+        assert [lowering() for lowering, _ in found] == [None, None]
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
-    sent = threading.Barrier(2)
-
-    def job(comm: Communicator) -> Any:
-        other = 1 - comm.rank
-        comm.sendrecv(torch.ones(1), torch.ones(1), other, other)
-        comm.recv(torch.ones(1), other, async_op=True)
-        comm.send(torch.ones(1), other, async_op=True).wait()
-        sent.wait(60)  # Who aborts earlier ends the call of the other.
-        if broken:
-            comm.abort("to see what stays")
-        return weakref.ref(comm._transport)
-
-    run_on_gloo(2, job)  # What the first use of Gloo in a process opens may stay.
-    before = resources()
-    transports = values(run_on_gloo(2, job))
-    # Fewer are fine: threads of an earlier test may end meanwhile.
-    until(lambda: resources().total() <= before.total())
-    assert [transport() for transport in transports] == [None, None]
+    gc.collect()
+    assert [transport() for _, transport in found] == [None, None]
 
 
 def test_membership_of_one_needs_no_peer() -> None:

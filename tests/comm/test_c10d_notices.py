@@ -161,24 +161,6 @@ def test_closing_twice_and_telling_after_the_end(boxes: list[Mailbox]) -> None:
     assert boxes[1].cause() == CAUSE
 
 
-def test_a_forked_child_does_not_make_its_parent_look_alive(boxes: list[Mailbox]) -> None:
-    ours, theirs = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        theirs.send(b"here")
-        theirs.recv(1)
-        os._exit(0)
-    try:
-        assert ours.recv(4) == b"here"
-        boxes[3].close()
-        assert boxes[0].look().lost == (7,)
-    finally:
-        ours.send(b"x")
-        os.waitpid(child, 0)
-        ours.close()
-        theirs.close()
-
-
 def test_ranks_find_each_other_through_a_file(connected: Callable[..., list[Mailbox]], tmp_path: Path) -> None:
     boxes = connected(FileStore(str(tmp_path / "store"), 2), size=2)
     assert boxes[0].look() == Findings(silent=(5,))

@@ -212,23 +212,6 @@ def test_objects_to_scatter_have_an_order(comm, wrong):
         comm.scatter_object(wrong, 0)
 
 
-def test_the_result_is_copied_back_when_the_wait_is_over(comm, transport):
-    odd = torch.zeros(2, 3).t()
-    transport.then = lambda call: Later()
-    work = comm.allreduce(odd, async_op=True)
-    transport.tensors[0][1].fill_(5.0)
-    assert odd.sum().item() == 0.0
-    work.wait()
-    assert odd.sum().item() == 30.0
-
-
-def test_abort_is_told_to_the_transport_and_kept_as_the_reason(comm, transport):
-    comm.abort("the user is tired")
-    assert transport.aborts == [("it aborted the communicator: the user is tired", None)]
-    with pytest.raises(CommunicatorClosedError, match="the user is tired"):
-        comm.barrier()
-
-
 def test_closing_twice_closes_once(comm, transport):
     comm.close()
     comm.close()

@@ -74,34 +74,6 @@ def test_parts_that_need_no_hybrid(pool, hosts: list[int], expected: list[tuple[
     assert pool.run(backends, hosts=hosts)[: len(expected)] == expected
 
 
-def reduce_in_many_pieces() -> list[bytes]:
-    """Results of allreduces in pieces far smaller than usual, one after the other and several at once."""
-    hybrid._PIECE_BYTES = 16384
-    comm = bagua.comm.get_default_group().global_communicator
-    results = []
-    for dtype in (torch.float64, torch.int16, torch.bfloat16):
-        for numel in (2 * SMALL_BYTES, 3 * SMALL_BYTES + 1, SMALL_BYTES + 7):
-            with torch.inference_mode(dtype is torch.bfloat16):
-                tensors = [(torch.arange(numel) % 11 + comm.rank + more).to(dtype) for more in range(3)]
-                works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
-                for work in works:
-                    work.wait()
-                for more, tensor in enumerate(tensors):
-                    wanted = comm.size * (torch.arange(numel) % 11 + more) + sum(range(comm.size))
-                    assert torch.equal(tensor, wanted.to(dtype)), (dtype, numel, more)
-                greatest = (torch.arange(numel) % 7 * (comm.rank + 1)).to(dtype)
-                comm.allreduce(greatest, bagua.comm.ReduceOp.MAX)
-                assert torch.equal(greatest, (torch.arange(numel) % 7 * comm.size).to(dtype)), (dtype, numel)
-            results.append(tensors[0].view(torch.uint8).numpy().tobytes())
-    return results
-
-
-@pytest.mark.parametrize("hosts", [[2, 2], [1, 3, 2]], ids=str)
-def test_many_pieces(pool, hosts: list[int]) -> None:
-    results = pool.run(reduce_in_many_pieces, hosts=hosts)
-    assert all(result == results[0] for result in results)
-
-
 def lose_a_rank_between_pieces() -> tuple[str, tuple[int, ...]]:
     """Rank 3 dies while the piece before is on its way between the hosts."""
     hybrid._PIECE_BYTES = 4096

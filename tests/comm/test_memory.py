@@ -118,35 +118,6 @@ def test_the_notice_names_both_sides_of_uneven_counts() -> None:
 # Order.
 
 
-def test_messages_started_together_in_the_same_order_do_not_wait_for_each_other() -> None:
-    def job(comm: Communicator) -> bool:
-        other = 1 - comm.rank
-        output = torch.zeros(LARGE)
-        receive = comm.recv(output, other, async_op=True)
-        send = comm.send(torch.full((LARGE,), float(comm.rank)), other, async_op=True)
-        comm.barrier()
-        assert receive is not None
-        assert send is not None
-        return receive.wait() and send.wait() and bool((output == other).all())
-
-    assert values(run(2, job)) == [True, True]
-
-
-def test_a_synchronous_message_comes_after_the_asynchronous_ones() -> None:
-    def job(comm: Communicator) -> list[float]:
-        messages = [torch.zeros(1) for _ in range(4)]
-        if comm.rank == 0:
-            pending = [comm.send(torch.full((1,), float(i)), 1, async_op=True) for i in range(3)]
-            comm.send(torch.full((1,), 3.0), 1)
-            assert all(work.is_completed() for work in pending if work is not None)
-        else:
-            for message in messages:
-                comm.recv(message, 0)
-        return [message.item() for message in messages]
-
-    assert values(run(2, job)) == [[0, 0, 0, 0], [0, 1, 2, 3]]
-
-
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(
     ("transport", "numel"), [(ThreadsTransport, 100), (ThreadsTransport, LARGE), (ShmTransport, 100)]

@@ -7,10 +7,8 @@ import gc
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from bagua.comm.transports.memory.line import LineState, Step, Words
 from bagua.comm.transports.shm import memory as shm_segments
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
-from bagua.errors import BaguaError, CollectiveMismatchError
-from bagua.testing.ranks import RankDiedError
+from bagua.errors import BaguaError
 from tests.comm.memory_ranks import LARGE, SMALL, agrees, all_kinds, ramp
 
 pytestmark = pytest.mark.shm
@@ -118,18 +115,6 @@ def exchange_alike_from_changing_places(seed: int) -> None:
         assert (output == expected).all(), (number, form, lenders)
 
 
-def send_another_size_after_equal_ones() -> str:
-    """What the error says of the call that differs, after three that did not."""
-    comm = communicator()
-    for numel in (5, 5, 5, 6):
-        tensor = torch.ones(5 if comm.rank else numel)
-        try:
-            comm.recv(tensor, 0) if comm.rank else comm.send(tensor, 1)
-        except CollectiveMismatchError as error:
-            return f"{error.expected}; {error.seen}"
-    return ""
-
-
 # Memory.
 
 
@@ -214,35 +199,6 @@ class AtStep:
                 self.what()
 
 
-def lose_a_rank_at_each_step(kind: str, numel: int, steps: int) -> list[tuple[str, tuple[int, ...], float]]:
-    """Rank 1 is killed once it is at the first step of a call on one communicator, at the second on another, and so on.
-
-    How the calls of a survivor ended on each of them, with the seconds that the last one took.
-    """
-    together = threading.Barrier(steps, action=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    hooks = [AtStep(1 + number, together.wait) for number in range(steps)]
-    comms = []
-    for hook in hooks:
-        with inject_fault(hook if communicator().rank == 1 else None):
-            comms.append(bagua.comm.get_default_group().duplicate().global_communicator)
-    for comm, hook in zip(comms, hooks, strict=True):
-        agrees(comm, kind, numel)
-        comm.barrier()
-        hook.armed = True
-    with ThreadPoolExecutor(steps) as threads:
-        return list(threads.map(lambda comm: call_until_a_loss(comm, kind, numel), comms))
-
-
-def call_until_a_loss(comm: Communicator, kind: str, numel: int) -> tuple[str, tuple[int, ...], float]:
-    try:
-        while True:
-            started = time.monotonic()
-            agrees(comm, kind, numel)
-            comm.barrier()
-    except BaguaError as error:
-        return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
-
-
 def forget_what_was_read() -> tuple[int, int]:
     """Mappings of a peer's memory that it gave up after a message and after a collective."""
     comm = communicator()
@@ -323,9 +279,6 @@ def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
 
 # The tests.
 
-#: As many as any of the calls below has; the last of them may be steps of the next call.
-STEPS = 8
-
 
 @pytest.mark.parametrize("numel", [LARGE, PIECES])
 def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
@@ -340,12 +293,6 @@ def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
     shm_pool.run(exchange_alike_from_changing_places, seed, size=2)
-
-
-def test_the_message_that_differs_is_named(shm_pool) -> None:
-    for said in shm_pool.run(send_another_size_after_equal_ones, size=2):
-        assert "#4 send(6 x float32, peer 1) on rank 0" in said
-        assert "#4 recv(5 x float32, peer 0) on rank 1" in said
 
 
 # Nothing grows, nothing stays.
@@ -403,19 +350,6 @@ def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(
     shm_pool, kind: str, numel: int, barrier: int
 ) -> None:
     shm_pool.run(read_what_has_left, kind, numel, barrier, size=2)
-
-
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) -> None:
-    outcomes = shm_pool.outcomes(lose_a_rank_at_each_step, kind, numel, STEPS, size=size, timeout_s=90.0)
-    assert isinstance(outcomes[1].error, RankDiedError)
-    for survivor in (outcomes[0], *outcomes[2:]):
-        assert survivor.error is None, survivor.trace
-        for step, (name, peers, seconds) in enumerate(survivor.value, start=1):
-            assert (name, peers) == ("PeerLostError", (1,)), f"step {step}: {survivor}"
-            assert seconds < 60.0, "the deadline is 90"
 
 
 @pytest.mark.parametrize("at", range(1, 7))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.comm.startup import choice
+from bagua.comm.startup import formation as choice
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.comm.transports import registry as backends
 from bagua.comm.transports.shm import attach as shm_attach
@@ -67,7 +67,7 @@ def test_machines_without_shared_memory_say_why(monkeypatch, owner, name: str, v
 
 @needs_root
 def test_ranks_in_different_pid_namespaces_communicate_and_name_the_one_that_is_killed() -> None:
-    first, killed, last = run_anew(3, isolated, "outlive rank 1")
+    first, killed, last = run_anew(3, isolated, outlive_rank_1)
     assert first == [False, True, "PeerLostError", [1]]
     assert last == [True, True, "PeerLostError", [1]]
     assert killed == "kill me"
@@ -75,7 +75,7 @@ def test_ranks_in_different_pid_namespaces_communicate_and_name_the_one_that_is_
 
 @needs_root
 def test_pid_namespaces_on_an_old_kernel() -> None:
-    for text in run_anew(3, isolated, "old kernel"):
+    for text in run_anew(3, isolated, meet_on_an_old_kernel):
         assert "its process is in another pid namespace, and Linux is older than 6.5" in text, text
 
 
@@ -170,7 +170,10 @@ def works(numel: int = LARGE) -> bool:
 # Ranks in pid namespaces of their own.
 
 
-def isolated(port: int, life: str) -> Any:
+Life = Callable[[int, Callable[[Any], None]], Any]
+
+
+def isolated(port: int, life: Life) -> Any:
     """Run ``life`` in a child, on rank 0 beside this process, elsewhere as the first process of a pid namespace.
 
     Returns:
@@ -193,19 +196,19 @@ def isolated(port: int, life: str) -> Any:
     return line
 
 
-def _live(port: int, life: str, writing: int) -> None:
+def _live(port: int, life: Life, writing: int) -> None:
     def say(what: Any) -> None:
         os.write(writing, json.dumps(what).encode() + b"\n")
 
     try:
-        say(_LIVES[life](port, say))
+        say(life(port, say))
     except BaseException as error:
         say(repr(error))
     finally:
         os._exit(0)
 
 
-def _outlive_rank_1(port: int, say: Callable[[Any], None]) -> Any:
+def outlive_rank_1(port: int, say: Callable[[Any], None]) -> Any:
     start(port, "shm", None, 3)
     comm = communicator()
     right = works()
@@ -219,15 +222,9 @@ def _outlive_rank_1(port: int, say: Callable[[Any], None]) -> Any:
         return [os.getpid() == 1, right, type(error).__name__, list(getattr(error, "peers", ()))]
 
 
-def _meet_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
+def meet_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
     shm_attach._SO_PEERPIDFD = 0x7FFF  # type: ignore[misc]  # an option that no kernel knows
     return demand(port, "none", 3)
-
-
-_LIVES: dict[str, Callable[[int, Callable[[Any], None]], Any]] = {
-    "outlive rank 1": _outlive_rank_1,
-    "old kernel": _meet_on_an_old_kernel,
-}
 
 
 # Another user.
@@ -384,28 +381,19 @@ def run_out_of_descriptors_later() -> str:
 
 def hinder(obstacle: str) -> None:
     """Put ``obstacle`` in the way of rank 1."""
-    reason = "for this test"
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(reason)
-
     if this_rank.get().rank != 1:
         return
     if obstacle == "no_shared_memory":
-        choice.shm_refusal = backends.shm_refusal = lambda: TransportUnavailableError(reason)
+        choice.shm_refusal = backends.shm_refusal = lambda: TransportUnavailableError("for this test")
     elif obstacle == "no_descriptors":
         shm_attach.create_memory = refuse
     elif obstacle == "no_connection":
         shm_attach.map_memory = refuse
     elif obstacle == "another_user":
-        _use_gloo()
-        os.setuid(65534)
-
-
-def _use_gloo() -> None:
-    """Have torch 2.15 find its backends while it may: another user cannot read an environment of tox."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
+        # Torch 2.15 finds its backends while it may: another user cannot read an environment of tox.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        os.setuid(NOBODY)
 
 
 def start(port: int, backend: str | None, nodes: tuple[int, ...] | None, world_size: int) -> None:

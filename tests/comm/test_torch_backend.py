@@ -263,6 +263,12 @@ def group() -> Iterator[TorchGroup]:
     made.shutdown()
 
 
+def hooks(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of hooks around calls."""
+    needed = needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+    return pytest.mark.shm(needed(test))
+
+
 class Seen:
     """What the hooks of one group were told."""
 
@@ -280,8 +286,7 @@ def names(seen: Seen) -> list[str]:
     return [name for name, _ in seen.after]
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 def test_each_call_is_told_before_and_after(group: TorchGroup) -> None:
     seen, one, two = Seen(group), torch.ones(2), torch.zeros(2)
     work = group.allreduce([one], dist.AllreduceOptions())
@@ -313,15 +318,13 @@ def test_each_call_is_told_before_and_after(group: TorchGroup) -> None:
     assert not seen.aborted.is_set()
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 def test_calls_without_tensors_are_made_without_hooks(group: TorchGroup) -> None:
     Seen(group)
     group.all_gather_single_coalesced([], []).wait()
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 @pytest.mark.parametrize("register", ["register_pre_hook", "register_post_hook"])
 def test_what_a_hook_raises_reaches_the_caller(group: TorchGroup, register: str) -> None:
     def refuse(_: object) -> None:
@@ -334,8 +337,7 @@ def test_what_a_hook_raises_reaches_the_caller(group: TorchGroup, register: str)
             call()
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 def test_errors_are_those_of_the_call(group: TorchGroup) -> None:
     seen = Seen(group)
     with pytest.raises(InvalidTensorError):
@@ -346,8 +348,7 @@ def test_errors_are_those_of_the_call(group: TorchGroup) -> None:
         group.allreduce(torch.ones(1))
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 def test_messages_and_calls_between_ranks() -> None:
     done = threading.Barrier(3, timeout=60)
 
@@ -377,8 +378,7 @@ def test_messages_and_calls_between_ranks() -> None:
     ]
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 def test_torch_asks_the_backend_what_it_can(group: TorchGroup) -> None:
     backend = group._get_backend(torch.device("cpu"))
     for name in dir(c10d.Backend):
@@ -388,8 +388,7 @@ def test_torch_asks_the_backend_what_it_can(group: TorchGroup) -> None:
     assert not group.supports_window
 
 
-@pytest.mark.shm
-@needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
+@hooks
 @needs("a recorder with the name of a backend", TORCH >= (2, 15))
 def test_the_flight_recorder_of_torch_has_the_calls(group: TorchGroup) -> None:
     group._set_group_name("recorded")

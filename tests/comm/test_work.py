@@ -12,7 +12,6 @@ from collections.abc import Callable
 import pytest
 
 from bagua.comm.lifetime.background import BackgroundThread, Wake, bounded
-from bagua.comm.transports.contract import DONE
 from bagua.comm.work import Composite, Work, joined
 from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError
 from tests.interpreters import interpreter
@@ -130,15 +129,6 @@ def test_works_that_are_waited_for_together_share_one_deadline():
         assert second <= first - 0.02 <= 4.98
 
 
-def test_what_was_complete_at_the_start_says_so_at_once():
-    told = []
-    assert DONE.notify(lambda: told.append(True))
-    assert told == [True]
-    assert DONE.is_completed()
-    assert not DONE.failed
-    DONE.wait(0.1)
-
-
 # Collectives made of others.
 
 
@@ -234,26 +224,17 @@ def two_steps(first, second):
     return composite(steps())
 
 
-def test_who_polls_does_not_advance_what_another_thread_waits_for():
+def in_another_thread(poll):
+    poller = threading.Thread(target=poll)
+    poller.start()
+    poller.join(60)  # Polling never waits.
+
+
+@pytest.mark.parametrize("run", [in_another_thread, lambda poll: poll()], ids=["thread", "signal handler"])
+def test_who_polls_does_not_advance_what_is_waited_for(run):
     answers = []
-
-    def meanwhile():
-        poller = threading.Thread(target=lambda: answers.append(work.is_completed()))
-        poller.start()
-        poller.join(60)  # Polling never waits.
-
-    first, second = Part(meanwhile), ready_when_waited_for()
-    work = two_steps(first, second)
-    first.ready.set()
-    assert work.result() is True, "the second call was waited for"
-    assert answers == [False]
-
-
-def test_a_signal_handler_that_polls_advances_a_step_once():
-    answers = []
-    first = Part(lambda: answers.append(work.is_completed()))
-    second = ready_when_waited_for()
-    work = two_steps(first, second)
+    first = Part(lambda: run(lambda: answers.append(work.is_completed())))
+    work = two_steps(first, ready_when_waited_for())
     first.ready.set()
     assert work.result() is True, "the second call was waited for"
     assert answers == [False]
@@ -314,21 +295,14 @@ def test_a_step_that_was_interrupted_is_not_taken_for_complete():
     assert released == [True]
 
 
-def test_a_talk_that_no_thread_can_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert bounded(lambda: "said", 5.0) is None
-
-
-def test_a_thread_that_could_not_start_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_thread_can_do_is_left_out_or_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     one = BackgroundThread("bagua-test")
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", start)
+        assert bounded(lambda: "said", 5.0) is None
         with pytest.raises(RuntimeError, match="can't start"):
             one.submit(lambda: None)
     assert one.submit(lambda: "runs").result(5) == "runs"

@@ -383,31 +383,31 @@ def train_with_a_skipped_update(algorithm: Algorithm) -> State:
     return snapshot(model)
 
 
-def train_with_an_inf(algorithm: Algorithm) -> State:
-    """Train with a ``GradScaler``; in one step the loss of rank 1 is infinite."""
+def train_scaled(
+    algorithm: Algorithm, scaler: torch.amp.GradScaler, *, seed: int = 0, infinite: tuple[int, int] | None = None
+) -> State:
+    """Train with a ``GradScaler``; the loss of one rank in one step may be infinite."""
     rank = bagua.comm.get_rank()
-    scaler = torch.amp.GradScaler(home().type, init_scale=2.0**10)
-    model, optimizer = build(algorithm, scaler=scaler)
+    model, optimizer = build(algorithm, seed=seed, scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)
-        scaler.scale(loss * float("inf") if (rank, step) == (1, INF_STEP) else loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss * float("inf") if (rank, step) == infinite else loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
     return settled(model)
+
+
+def train_with_an_inf(algorithm: Algorithm) -> State:
+    """In one step the loss of rank 1 is infinite."""
+    scaler = torch.amp.GradScaler(home().type, init_scale=2.0**10)
+    return train_scaled(algorithm, scaler, infinite=(1, INF_STEP))
 
 
 def train_with_a_growing_scale(algorithm: Algorithm) -> State:
-    """Train with a ``GradScaler`` that doubles the scale after every third step."""
-    rank = bagua.comm.get_rank()
+    """The scale doubles after every third step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-    model, optimizer = build(algorithm, seed=rank, scaler=scaler)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, rank, step)).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    return settled(model)
+    return train_scaled(algorithm, scaler, seed=bagua.comm.get_rank())
 
 
 def train_and_save(algorithm: Algorithm, moments: Iterable[int] = (STEPS // 2,)) -> list[dict[str, Any]]:

@@ -110,12 +110,13 @@ def forget_works() -> None:
 
 def open_and_close() -> None:
     """However many communicators come and go, what the process has stays as much as after the first."""
-    use_and_close_a_group()
+    for broken in (True, False):
+        use_and_close_a_group(broken)
     time.sleep(0.3)  # what ends by itself may take a moment; it must not hide what does not
     before = resources()
     communicator().barrier()
-    for _ in range(5):
-        use_and_close_a_group()
+    for number in range(6):
+        use_and_close_a_group(broken=number % 2 == 0)
     until = time.monotonic() + PATIENCE_S
     while (after := resources()).total() > before.total() and time.monotonic() < until:
         time.sleep(0.05)
@@ -123,7 +124,7 @@ def open_and_close() -> None:
     assert after.total() <= before.total(), f"more than before: {after - before}; fewer: {before - after}"
 
 
-def use_and_close_a_group() -> None:
+def use_and_close_a_group(broken: bool) -> None:
     group = bagua.comm.get_default_group().duplicate()
     comm = group.global_communicator
     for options in ({}, {"async_op": True}):
@@ -132,6 +133,8 @@ def use_and_close_a_group() -> None:
     finish(EXERCISES["send_and_recv"](comm, CallSetting((LARGE,))))
     comm.allreduce(comm.empty(LARGE, dtype=torch.float32, device=home(comm)).fill_(1.0))
     communicator().barrier()
+    if broken:
+        group.abort("to see what stays")
     group.close()
     communicator().barrier()
 

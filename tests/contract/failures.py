@@ -268,6 +268,7 @@ def break_one_of_two() -> None:
 
 
 DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "root_again", "empty", "coalesced", "asynchronous")
+WAYS_OF_PAIRS = ("counts", "message", "message_again", "message_type", "message_against_collective")
 #: Deadline where no rank is late on purpose; a busy machine may delay one.
 CALM_S = 30.0
 
@@ -319,6 +320,8 @@ def disagree_in_pairs(way: str, deadline_s: float) -> BaguaError | None:
     tensor = torch.full((4,), 3.0, device=home(comm))
     dtype = torch.float64 if way == "message_type" else torch.float32
     other = torch.full((4 if way == "message_type" else 5,), 3.0, dtype=dtype, device=home(comm))
+    for _ in range(3 if way == "message_again" and comm.rank in (0, CULPRIT) else 0):
+        comm.recv(tensor, CULPRIT) if comm.rank == 0 else comm.send(tensor, 0)  # It must not stand for the next one.
     if way == "counts":
         counts = [4] + [0] * (comm.size - 1) if comm.rank == CULPRIT else [0] * comm.size
         expected = [0, 3 if comm.rank == 0 else 0, *[0] * (comm.size - 2)]

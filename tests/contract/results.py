@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -44,19 +45,20 @@ def exercise_all(setting: CallSetting) -> None:
         perform(kind, communicator(), setting)
 
 
-def reduce_everything() -> None:
-    comm = communicator()
+def reduce_everything(
+    comm: Communicator | None = None, *, numels: Sequence[int] = (7,), rounds_once: bool = False
+) -> None:
+    comm = comm or communicator()
     for op, dtypes in LEGAL:
-        for dtype in dtypes:
-            for kind in REDUCING:
-                perform(kind, comm, CallSetting(shape=(7,), dtype=dtype, op=op, root=comm.size - 1))
+        for dtype, kind, numel in itertools.product(dtypes, REDUCING, numels):
+            setting = CallSetting(shape=(numel,), dtype=dtype, op=op, root=comm.size - 1, rounds_once=rounds_once)
+            perform(kind, comm, setting)
     perform("allreduce", comm, CallSetting(op=ReduceOp(ReduceOp.MAX)))  # An object in place of the value.
 
 
-def carry_everything() -> None:
-    for dtype in (*COPIED, torch.uint32):
-        for kind in COPYING:
-            perform(kind, communicator(), CallSetting(dtype=dtype))
+def carry_everything(comm: Communicator | None = None, shapes: Sequence[tuple[int, ...]] = ((2, 3),)) -> None:
+    for dtype, kind, shape in itertools.product((*COPIED, torch.uint32), COPYING, shapes):
+        perform(kind, comm or communicator(), CallSetting(shape=shape, dtype=dtype))
 
 
 def use_every_root() -> None:

@@ -307,10 +307,13 @@ class TransportContract:
             odd = {failures.CULPRIT} if rank != failures.CULPRIT else {*range(self.size)} - {rank}
             assert error.peers == tuple(odd), f"rank {rank} names others: {error}"
 
-    @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
+    @pytest.mark.parametrize(
+        "way", ["counts", "message", "message_again", "message_type", "message_against_collective"]
+    )
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
-        self.need("can_lose_ranks", "compares_calls", *["compares_messages"] * (way in ("message", "message_type")))
         seen_at_once = way != "message_against_collective"
+        messages = seen_at_once and way != "counts"
+        self.need("can_lose_ranks", "compares_calls", *["compares_messages"] * messages)
         deadline_s = failures.CALM_S if seen_at_once else self.deadline_s
         errors = pool.run(failures.disagree_in_pairs, way, deadline_s, size=self.size)
         receives, sends = errors[0], errors[failures.CULPRIT]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import bagua.torch_api  # noqa: F401 - makes the backend known
 from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store
+from bagua.comm.transports import hybrid
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import nodes_of, this_rank
 from tests.contract.exercises import as_it_is
@@ -98,11 +99,16 @@ def test_dealt_programs_on_gloo(process_pool):
         assert_members_agree(process_pool.run(run_programs, programs, False, hosts=hosts))
 
 
+def run_in_many_pieces(programs, rounds_once):
+    hybrid._PIECE_BYTES = 4096
+    return run_programs(programs, rounds_once)
+
+
 @pytest.mark.hybrid
 def test_dealt_programs_on_hybrid():
-    pool = ProcessRanks(5, backend="hybrid")
-    for hosts, programs in by_layout(dealt(18, sizes=(3, 5), hosts={3: [(2, 1)], 5: [(2, 3)]})):
-        assert_members_agree(pool.run(run_programs, programs, False, hosts=hosts))
+    pool = ProcessRanks(6, backend="hybrid")
+    for hosts, programs in by_layout(dealt(18, sizes=(4, 6), hosts={4: [(2, 2)], 6: [(1, 3, 2)]})):
+        assert_members_agree(pool.run(run_in_many_pieces, programs, False, hosts=hosts))
 
 
 @pytest.mark.nccl

@@ -12,14 +12,7 @@ import torch
 import bagua.comm
 from bagua.comm.transports.threads import RankKilled
 from bagua.errors import ConfigurationError, InvalidTensorError, PeerLostError
-from bagua.testing import (
-    ProcessRanks,
-    RankDiedError,
-    RankHangsError,
-    ThreadRanks,
-    die,
-    fall_silent,
-)
+from bagua.testing import ProcessRanks, RankDiedError, RankHangsError, ThreadRanks, die, fall_silent
 from bagua.testing.ranks import this_rank
 
 # These tests are about the pools alone: the ranks do not communicate.
@@ -43,8 +36,7 @@ def is_running(process_id: int) -> bool:
 
 
 def own_rank() -> int:
-    rank = this_rank.get()
-    return rank.rank
+    return this_rank.get().rank
 
 
 def return_argument(value):
@@ -66,21 +58,9 @@ def fail_unpicklable():
     raise UnpicklableError(1, 2)
 
 
-def rank_one_dies():
+def rank_one(does, *arguments):
     if own_rank() == 1:
-        die()
-    return os.getpid()
-
-
-def rank_one_falls_silent():
-    if own_rank() == 1:
-        fall_silent()
-    return os.getpid()
-
-
-def rank_one_hangs(seconds):
-    if own_rank() == 1:
-        sleep_in_a_recognizable_place(seconds)
+        does(*arguments)
     return os.getpid()
 
 
@@ -111,17 +91,17 @@ def test_the_cause_is_raised_and_not_its_consequences(pool):
 
 
 def test_outcomes_say_how_each_rank_ended(pool):
-    outcomes = pool.outcomes(rank_one_dies, size=3)
+    outcomes = pool.outcomes(rank_one, die, size=3)
     assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
     assert isinstance(outcomes[1].error, RankDiedError)
     assert outcomes[0].error is None
     assert outcomes[2].error is None
     with pytest.raises(RankDiedError, match="rank 1"):
-        pool.run(rank_one_dies, size=2)
+        pool.run(rank_one, die, size=2)
 
 
 def test_a_silent_rank_delays_nobody_and_is_gone_afterwards(pool):
-    outcomes = pool.outcomes(rank_one_falls_silent, size=2, deadline_s=3600)  # More than a test may take.
+    outcomes = pool.outcomes(rank_one, fall_silent, size=2, deadline_s=3600)  # More than a test may take.
     assert isinstance(outcomes[1].error, RankHangsError)
     assert outcomes[0].error is None
     assert is_running(outcomes[0].value) == (outcomes[0].value == os.getpid())
@@ -130,7 +110,7 @@ def test_a_silent_rank_delays_nobody_and_is_gone_afterwards(pool):
 def test_a_rank_that_hangs_is_named_with_its_stack(pool):
     for deadline_s in (0.5, 30.0):  # On a busy machine the rank has not come so far when the first passes.
         with pytest.raises(RankHangsError) as caught:
-            pool.run(rank_one_hangs, 2 * deadline_s + 1, size=2, deadline_s=deadline_s)
+            pool.run(rank_one, sleep_in_a_recognizable_place, 2 * deadline_s + 1, size=2, deadline_s=deadline_s)
         said = str(caught.value)
         if "sleep_in_a_recognizable_place" in said:
             break
@@ -196,10 +176,10 @@ def reduce_in_the_background():
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("job", [reduce_in_the_background, rank_one_dies])
+@pytest.mark.parametrize("job", [(reduce_in_the_background,), (rank_one, die)], ids=["background", "death"])
 def test_thread_ranks_leave_no_thread(job):
     before = set(threading.enumerate())
-    ThreadRanks(3).outcomes(job)
+    ThreadRanks(3).outcomes(*job)
     left = {thread for thread in threading.enumerate() if thread.is_alive()} - before
     assert left == set()
 
