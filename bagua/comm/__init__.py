@@ -34,9 +34,7 @@ from torch.distributed import TCPStore, get_default_backend_for_device, get_node
 from torch.distributed import is_backend_available, is_gloo_available, is_mpi_available, is_nccl_available
 from torch.distributed import is_torchelastic_launched, is_ucc_available, is_xccl_available
 from torch.distributed.constants import default_pg_timeout
-from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.lifetime.background import Wake, close_with
-from bagua.comm.startup.default_group import uncaught_error
+from bagua.comm.lifetime.background import BackgroundThread, Wake, close_with
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.long_wait import LongWait
 from bagua.comm.objects import as_bytes, decode, encoded_later
@@ -44,26 +42,21 @@ from bagua.comm.operands import as_seconds, check_rank
 from bagua.comm.pieces.fetching import Fetch, PhaseDeadline, ask_now
 from bagua.comm.pieces.server import PieceServer, PieceShelf, Source
 from bagua.comm.records.recorder import LATE_SHARE, CallRecord, CallTimes, Place, Recorder, in_background, observers
-from bagua.comm.reduction import divide
+from bagua.comm.reduction import copy_flat, divide
 from bagua.comm.startup.adoption import *
-from bagua.comm.startup.default_group import become_rank
+from bagua.comm.startup.default_group import become_rank, uncaught_error
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S
-from bagua.comm.startup.formation import rehearsal_group
-from bagua.comm.startup.formation import group_of_seats
-from bagua.comm.store.asking import consult, gather_values
-from bagua.comm.store.asking import Beats, connect_beats
+from bagua.comm.startup.formation import group_of_seats, rehearsal_group
+from bagua.comm.store.asking import Beats, connect_beats, consult, gather_values
 from bagua.comm.store.bucket import ObjectBucket, bucket_of, open_bucket
 from bagua.comm.store.keys import Cells
 from bagua.comm.store.serving import close_store, connect_store, meet_at, open_store, serve_store, serve_store_at
 from bagua.comm.store.serving import thread_store
 from bagua.comm.torch_backend.creation import create_requested_group, install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, TorchWork
-from bagua.comm.torch_calls import TorchCalls
-from bagua.comm.torch_forms import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors
-from bagua.comm.torch_forms import is_scaled, reduce_scatter_tensors, scale, scaled, scatter_tensors
-from bagua.comm.torch_forms import mail_of
-from bagua.comm.torch_private import make_premul_sum
-from bagua.comm.reduction import copy_flat
+from bagua.comm.torch_forms import allgather_tensors, alltoall_rows, alltoall_tensors, gather_tensors, is_scaled
+from bagua.comm.torch_forms import mail_of, reduce_scatter_tensors, scale, scaled, scatter_tensors
+from bagua.comm.torch_private import TorchCalls, make_premul_sum
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault
 from bagua.comm.work import followed

@@ -84,11 +84,8 @@ class Call(NamedTuple):
         return cls(KINDS[kind], sequence, DTYPES[dtype], numel, REDUCTIONS[reduction], root, *rest)
 
     def __str__(self) -> str:
-        parts = [f"{self.numel} x {str(self.dtype).removeprefix('torch.')}"]
-        if self.kind == "barrier":
-            parts = []
-        if self.kind == "alltoall_v":
-            parts = [f"{list(self.send_counts)} x {str(self.dtype).removeprefix('torch.')}"]
+        count = list(self.send_counts) if self.kind == "alltoall_v" else self.numel
+        parts = [] if self.kind == "barrier" else [f"{count} x {str(self.dtype).removeprefix('torch.')}"]
         if self.reduction:
             parts.append(self.reduction)
         if self.root >= 0:

@@ -291,7 +291,8 @@ class ProcessGroup:
             CollectiveMismatchError: members passed different arguments.
         """
         members = sorted(ranks)
-        if not members or len(set(members)) < len(members) or not self._known(members):
+        known = all(type(member) is int and 0 <= member < self.size for member in members)
+        if not members or len(set(members)) < len(members) or not known:
             raise InvalidRankError(
                 "not a set of ranks of this group",
                 argument="ranks",
@@ -299,9 +300,6 @@ class ProcessGroup:
                 seen=list(ranks),
             )
         return self._derive(members, backend, timeout_s, label)
-
-    def _known(self, members: list[int]) -> bool:
-        return all(type(member) is int and 0 <= member < self.size for member in members)
 
     def _derive(
         self, members: Sequence[int], backend: str | None, timeout_s: float | None, label: str, leader: int = 0
@@ -348,14 +346,10 @@ class ProcessGroup:
             CollectiveTimeoutError: some of them did not come.
             TransportUnavailableError: they cannot be connected.
         """
-        return self._communicator(list(members), f"/{name}", store=self._connection(), timeout_s=timeout_s)
-
-    def _connection(self) -> dist.Store:
-        """The store, over a connection that no call of this group keeps busy. One for all: the host has few to give."""
-        if self._own_store is None:
+        if self._own_store is None:  # One for all: its host has few to give. No call of this group keeps it busy.
             with meeting(f"a connection of {self.label}", self.rank, self.ranks):
                 self._own_store = connection_to(self.store, self.timeout_s)
-        return self._own_store
+        return self._communicator(list(members), f"/{name}", store=self._own_store, timeout_s=timeout_s)
 
     def disconnect(self, communicator: Communicator) -> None:
         """Close a communicator that ``connect`` made. Idempotent."""
@@ -418,12 +412,15 @@ class ProcessGroup:
                     ]
                 )
             finally:
-                self._leave_parent()
+                parent = None if self._parent is None else self._parent()
+                if parent is not None:
+                    with contextlib.suppress(ValueError):  # It was closed before.
+                        parent._descendants.remove(self)  # noqa: SLF001 - another one of these
 
     def _end(self, communicator: Communicator) -> None:
         """Close ``communicator``. If this rank ends because it lost a member, the others name that one."""
         recorder = self.recorder
-        recorder.lost = recorder.lost or next((one.lost for one in self._made if one.lost is not None), None)
+        recorder.lost = recorder.lost or next(filter(None, (one.pipeline.lost for one in self._made)), None)
         try:
             if recorder.lost is not None and recorder.lost[0] in self.ranks:
                 culprit, reason = recorder.lost
@@ -431,12 +428,6 @@ class ProcessGroup:
             communicator.close()
         finally:
             recorder.retire(communicator.statistics)
-
-    def _leave_parent(self) -> None:
-        parent = None if self._parent is None else self._parent()
-        if parent is not None:
-            with contextlib.suppress(ValueError):  # It was closed before.
-                parent._descendants.remove(self)  # noqa: SLF001 - another one of these
 
     def disown(self) -> None:
         """In a forked child: the store is the parent's, too."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.operands import check_communicable, dtype_by_name
+from bagua.comm.operands import COMMUNICABLE, check_communicable
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
 _HEADER = struct.Struct("<BQ")
@@ -249,7 +249,7 @@ class _Reader:
         return raw if tag == "bytes" else bytearray(raw)
 
     def _tensor(self, dtype_name: Any, shape: Any) -> torch.Tensor:
-        dtype = dtype_by_name(dtype_name)
+        dtype = next((one for one in COMMUNICABLE if str(one) == f"torch.{dtype_name}"), None)
         if (
             dtype is None
             or not isinstance(shape, list)

@@ -119,11 +119,6 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
         )
 
 
-def dtype_by_name(name: object) -> torch.dtype | None:
-    """The communicable dtype that prints as ``torch.<name>``, if there is one."""
-    return next((dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}"), None)
-
-
 def as_seconds(timeout: object, argument: str = "timeout") -> float:
     """``timeout`` in seconds; whatever is longer than a year, infinity too, means a year.
 

@@ -173,19 +173,14 @@ class Fetch:
                 if self._ended or source in self.failures or leader is None:
                     return None
                 own = self._places[source]
-                here = [digest for digest in self._places[leader] if digest in own and self._is_open(digest)]
-                if here:
-                    digest = min(here, key=self._offered_by)
+                wanted = own.keys() - self._pieces.keys() - self._under_way.keys()
+                here = [digest for digest in self._places[leader] if digest in wanted]
+                if here:  # The rarest first.
+                    offers = [places for one, places in self._places.items() if one not in self.failures]
+                    digest = min(here, key=lambda digest: sum(digest in places for places in offers))
                     self._under_way[digest] = source
                     return digest, own[digest]
                 self._changed.wait()
-
-    def _is_open(self, digest: str) -> bool:
-        return digest not in self._pieces and digest not in self._under_way
-
-    def _offered_by(self, digest: str) -> int:
-        """How many can give a piece: what only one has is asked for first."""
-        return sum(digest in places for source, places in self._places.items() if source not in self.failures)
 
     def _take(self, ask: _Ask, source: Source, digest: str, place: _Place) -> None:
         started = time.monotonic()
@@ -206,7 +201,10 @@ class Fetch:
         self._under_way = {digest: giver for digest, giver in self._under_way.items() if giver != source}
         connection = self._connections.pop(source, None)
         if connection is not None:
-            _shut(connection)
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                connection.close()
         self._changed.notify_all()
 
 
@@ -241,13 +239,6 @@ def _offer_of(catalogue: Any) -> dict[str, tuple[int, list[str]]]:
             raise ValueError(f"it does not say what {name} is")
         found[name] = (length, digests)
     return found
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        connection.close()
 
 
 def _asked(

@@ -55,19 +55,12 @@ def sent_evenly(kind: str, volume: int, size: int) -> int:
 
 def sent_by(call: Call, rank: int, size: int) -> int:
     """Bytes that ``rank`` sends for a call in which ranks do different things."""
-    if call.kind == "recv":
-        return 0
-    share = call.nbytes
-    if call.kind == "send":
-        return share
     if call.kind == "alltoall_v":
-        return share - call.send_counts[rank] * call.dtype.itemsize
-    times = {
-        "gather": int(rank != call.root),
-        "scatter": (size - 1) * int(rank == call.root),
-        "sendrecv": int(call.root != rank),
-    }
-    return share * times.get(call.kind, 0)
+        return call.nbytes - call.send_counts[rank] * call.dtype.itemsize
+    if call.kind == "scatter":
+        return call.nbytes * (size - 1) if rank == call.root else 0
+    sends = call.kind == "send" or (call.kind != "recv" and rank != call.root)
+    return call.nbytes if sends else 0
 
 
 def merge(tables: list[dict[str, KindStatistics]]) -> dict[str, KindStatistics]:

@@ -27,10 +27,9 @@ from bagua.comm.group import NonMember, ProcessGroup, is_non_member
 from bagua.comm.lifetime.forks import family, leak, run_all
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import KindStatistics, observers
-from bagua.comm.startup.choice import unwrapped
 from bagua.comm.store.asking import refuse_together
 from bagua.comm.store.keys import behind_token
-from bagua.comm.torch_private import all_groups, store_of
+from bagua.comm.torch_private import all_groups, store_of, unwrapped
 from bagua.comm.transports.registry import backend_refusal
 from bagua.errors import BaguaError, InvalidRankError, InvalidTypeError, NotInitializedError, blame
 

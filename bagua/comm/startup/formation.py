@@ -1,6 +1,7 @@
 """From ranks that know their store to a connected group, in this order.
 
-``fresh`` gives them a part of the store, ``plan`` says who is on which host and what all of them can use, and
+``fresh`` gives them a part of the store, ``plan`` says who is on which host and what all of them can use: a function
+of what all ranks have and see, so the same on each. Hosts are found out, not assumed. Then
 ``connect_first`` connects them. ``init_process_group`` and the backend ``bagua`` of torch both go this way. With
 shared memory that is three barriers at the store: the plan, the addresses, and that all are attached.
 
@@ -27,14 +28,13 @@ from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
 from bagua.comm.pieces.fetching import PhaseDeadline
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.startup.choice import ASKED_FOR, SHARED_GPUS, abilities, candidates, sharing_a_gpu
-from bagua.comm.startup.hosts import advice_on_interfaces, host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
 from bagua.comm.store.keys import behind_token, bounded
 from bagua.comm.transports.contract import DONE, Data, Handle, Transport
-from bagua.comm.transports.failure import own_address
+from bagua.comm.transports.failure import advice_on_interfaces, own_address
 from bagua.comm.transports.registry import backend_refusal, register_transport
-from bagua.comm.transports.shm.transport import shm_expected
+from bagua.comm.transports.shm.attach import host_identity
+from bagua.comm.transports.shm.transport import shm_expected, shm_refusal
 from bagua.errors import (
     CollectiveMismatchError,
     CommunicationError,
@@ -42,6 +42,109 @@ from bagua.errors import (
     PeerLostError,
     TransportUnavailableError,
 )
+from bagua.topology import ranks_by_node
+
+
+def nodes_from_identities(identities: Sequence[str]) -> tuple[int, ...]:
+    """Index of the host of each rank; hosts are numbered by their lowest rank.
+
+    Example:
+        >>> nodes_from_identities(["b", "a", "b", "c"])
+        (0, 1, 0, 2)
+    """
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
+
+
+def nodes_from_local_size(world_size: int, local_world_size: int) -> tuple[int, ...]:
+    """Index of the host of each rank when hosts hold consecutive blocks of ranks.
+
+    Raises:
+        ConfigurationError: the blocks do not fit the world.
+
+    Example:
+        >>> nodes_from_local_size(4, 2)
+        (0, 0, 1, 1)
+    """
+    if not 1 <= local_world_size <= world_size or world_size % local_world_size:
+        raise ConfigurationError(
+            "the world does not split into hosts of this size",
+            argument="local_world_size",
+            expected=f"a divisor of the world size {world_size}",
+            seen=local_world_size,
+            advice="Leave it out: hosts are found out, also uneven ones.",
+        )
+    return tuple(rank // local_world_size for rank in range(world_size))
+
+
+#: The reason for a backend that the user chose.
+ASKED_FOR = "it was asked for"
+#: Gloo carries CUDA tensors by way of the CPU.
+SHARED_GPUS = "a host has more ranks than GPUs, and NCCL connects one rank for each GPU"
+
+
+def abilities(use_cuda: bool) -> dict[str, Any]:
+    """What this process can do, to be told to all others; anything that JSON can hold."""
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    return {
+        "gpus": torch.cuda.device_count() if use_cuda and has_nccl else 0,
+        "visible": env.visible_gpus(),
+        "may_share_gpus": env.may_share_gpus(),
+        "no_shared_memory": str(shm_refusal() or ""),
+    }
+
+
+def sharing_a_gpu(answers: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[int]:
+    """Ranks of one host that are more than the GPUs they see, which NCCL does not connect; none if there are none.
+
+    Example:
+        >>> able = {"gpus": 1, "visible": "", "may_share_gpus": False}
+        >>> sharing_a_gpu([able] * 3, [0, 1, 1])
+        [1, 2]
+        >>> sharing_a_gpu([able, {**able, "visible": "1"}], [0, 0])
+        []
+    """
+    seen: dict[tuple[int, str], list[int]] = {}
+    for rank, (answer, node) in enumerate(zip(answers, nodes, strict=True)):
+        members = seen.setdefault((node, answer["visible"]), [])
+        members.append(rank)
+        if answer["gpus"] and not answer["may_share_gpus"] and len(members) > answer["gpus"]:
+            return members
+    return []
+
+
+def candidates(answers: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[tuple[str, str]]:
+    """Backends to try, the best first, and why each of them; the last one works everywhere.
+
+    Args:
+        answers: the ``abilities`` of each rank.
+        nodes: index of the host of each rank.
+
+    Example:
+        >>> able = {"gpus": 0, "visible": "", "may_share_gpus": False, "no_shared_memory": ""}
+        >>> [backend for backend, _ in candidates([able, able], [0, 0])]
+        ['shm', 'gloo']
+        >>> [backend for backend, _ in candidates([able] * 3, [0, 0, 1])]
+        ['hybrid', 'gloo']
+        >>> [backend for backend, _ in candidates([able, able], [0, 1])]
+        ['gloo']
+    """
+    if all(answer["gpus"] for answer in answers):
+        shared = sharing_a_gpu(answers, nodes)
+        return [("gloo", SHARED_GPUS) if shared else ("cpu:gloo,cuda:nccl", "there is CUDA on all ranks")]
+    if len(answers) == 1:
+        return [("gloo", "there is one rank")]
+    for rank, answer in enumerate(answers):
+        if answer["no_shared_memory"]:
+            return [("gloo", f"on rank {rank} {answer['no_shared_memory']}")]
+    sizes = [len(members) for members in ranks_by_node(nodes)]
+    last = ("gloo", "the ranks could not share memory")
+    if len(sizes) == 1:
+        return [("shm", "all ranks are on one host"), last]
+    if max(sizes) > 1:
+        return [("hybrid", f"there are several ranks on some of {len(sizes)} hosts"), last]
+    return [("gloo", f"each rank is on a host of its own, {len(sizes)} in all")]
+
 
 _log = logging.getLogger("bagua")
 

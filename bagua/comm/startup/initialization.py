@@ -19,15 +19,13 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Place, Recorder, observers
-from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
-from bagua.comm.startup.hosts import advice_on_interfaces
 from bagua.comm.store.asking import Beats, meeting
 from bagua.comm.store.keys import missing_keys
 from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
-from bagua.comm.torch_private import default_store
-from bagua.comm.transports.failure import own_address
+from bagua.comm.torch_private import default_store, unwrapped
+from bagua.comm.transports.failure import advice_on_interfaces, own_address
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,

@@ -208,9 +208,6 @@ class BucketStore(PolledStore):
         self.bucket.delete([cell_name(key)])
         return there
 
-    def close(self) -> None:
-        """Nothing to give back: the client of obstore belongs to the process."""
-
 
 def cell_name(key: str) -> str:
     """Name of the object that holds the value of ``key``.

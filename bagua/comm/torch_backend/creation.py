@@ -18,12 +18,12 @@ from bagua.comm.lifetime.background import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.group import TorchGroup, leave_at_exit
 from bagua.comm.torch_backend.starter import CallStarter, Connected, CpuStandIn, TorchBackendOptions
 from bagua.comm.torch_backend.work import BackwardPass, CallFuture, TorchWork
 from bagua.comm.torch_private import (
+    TORCH_NAME,
     default_store,
     nccl_options,
     plugins,

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.torch_private import CppBackend, method_of, set_default_timeout
+from bagua.comm.torch_private import TORCH_NAME, CppBackend, method_of, set_default_timeout
 from bagua.errors import InvalidTypeError
 
 _log = logging.getLogger("bagua")

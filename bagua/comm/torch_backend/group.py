@@ -24,7 +24,6 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.operands import as_seconds, check_rank, reduction_name
 from bagua.comm.reduction import copy_pieces, fold
-from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_backend.forms import HAS_HOOKS, Passage, hookable, takes
 from bagua.comm.torch_backend.starter import CallStarter, Connected, MeetingPoint, meet
 from bagua.comm.torch_backend.work import TorchWork
@@ -38,7 +37,7 @@ from bagua.comm.torch_forms import (
     scatter_tensors,
 )
 from bagua.comm.torch_forms import flat as flat_of
-from bagua.comm.torch_private import end_coalescing, method_of, start_coalescing
+from bagua.comm.torch_private import TORCH_NAME, end_coalescing, method_of, start_coalescing
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 

@@ -56,6 +56,8 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # generic in 
         #: The thread that takes this sets the value.
         self._unset = deque([True])
         self._settled = False
+        #: True once its call is over; it may still wait for its turn.
+        self.ready = False
         self._generation = family.generation
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
@@ -135,17 +137,6 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # generic in 
             callback()
 
 
-class _Turn:
-    """The place of a call among those whose callbacks run in order."""
-
-    __slots__ = ("ready", "settle")
-
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self.settle = settle
-        #: Whether ``settle`` may be called: it does not wait, or only for what does not wait for callbacks.
-        self.ready = False
-
-
 class CallbackThread:
     """The thread in which the callbacks of one group run. It starts with the first future.
 
@@ -165,7 +156,7 @@ class CallbackThread:
         #: What callbacks have started: comes before everything else.
         self._nested: deque[Callable[[], None]] = deque()
         #: The calls, in their order; a later one may be complete first.
-        self._turns: deque[_Turn] = deque()
+        self._turns: deque[tuple[CallFuture, Callable[[], None]]] = deque()
         self._thread: threading.Thread | None = None
         self._guard = threading.RLock()
         self._ident = 0
@@ -198,11 +189,10 @@ class CallbackThread:
         if not in_order and work is not None:
             work.when_completed(partial(self.put, settle))
             return future
-        turn = _Turn(settle)
-        self._turns.append(turn)
+        self._turns.append((future, settle))
 
         def ready() -> None:
-            turn.ready = True
+            future.ready = True
             self.put(self._settle_ready)
 
         if work is None or not work.notify(ready):
@@ -256,8 +246,8 @@ class CallbackThread:
 
     def _take_turn(self) -> Callable[[], None] | None:
         with self._guard:
-            if self._turns and self._turns[0].ready:
-                return self._turns.popleft().settle
+            if self._turns and self._turns[0][0].ready:
+                return self._turns.popleft()[1]
             return None
 
     def _settle_ready(self) -> None:

@@ -244,9 +244,7 @@ class Transport(ABC):
         self.size = membership.size
 
     @abstractmethod
-    def start(
-        self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float, asynchronous: bool
-    ) -> Handle:
+    def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Start ``call``. Calls match across ranks in the order in which they were started.
 
         They may complete in another order: each handle is waited for by itself.

@@ -591,3 +591,9 @@ def lost_error(
                              peers=found.lost, reason=ENDED, **facts)  # fmt: skip
     what = str(error).partition("\n")[0]
     return PeerLostError(f"the call failed, and no rank is known to be lost: {what}", silent=found.silent, **facts)
+
+
+def advice_on_interfaces() -> str:
+    """What to do where hosts do not reach each other through Gloo."""
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    return f"Set GLOO_SOCKET_IFNAME to the network interface over which the hosts reach each other. Here are {names}."

@@ -15,7 +15,7 @@ import torch
 
 from bagua import env
 from bagua.comm.call import KIND_NUMBERS, KINDS, POINT_TO_POINT, Call
-from bagua.comm.startup.choice import TORCH_NAME
+from bagua.comm.torch_private import TORCH_NAME
 from bagua.comm.transports.bucket import BucketTransport
 from bagua.comm.transports.c10d.groups import knows, split_name
 from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal

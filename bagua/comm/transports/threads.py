@@ -144,10 +144,6 @@ class ThreadPeers(Peers):
             return False  # It has not come yet.
         return not (line.builder.is_alive() or line.caller.is_alive() or line.lanes.busy())
 
-    def set_reason(self, reason: str) -> None:
-        """Say why this rank leaves."""
-        self.line.reason = reason
-
 
 class ThreadsTransport(MemoryTransport):
     """Ranks are threads of this process.

@@ -8,7 +8,7 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from bagua import env
 from bagua.checks import did_you_mean
 from bagua.comm.lifetime.background import beside
 from bagua.comm.lifetime.forks import leak
-from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.torch_private import backend_request, gloo_options, nccl_options, plugins
+from bagua.comm.torch_private import TORCH_NAME, backend_request, gloo_options, nccl_options, plugins
 from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
 from bagua.comm.transports.contract import Membership
 from bagua.errors import TransportUnavailableError
@@ -27,19 +26,11 @@ from bagua.errors import TransportUnavailableError
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class OpenSocket(NamedTuple):
-    """A socket of this process, of a Gloo group, which must end with the process that made it.
-
-    Forked children inherit it, and so do programs that replace the process. An heir would keep connections open after
-    its parent's death or after an abort, and peers would notice nothing before their deadline.
-
-    Attributes:
-        descriptor: its number.
-        inode: tells it from another one that gets the same number later.
-    """
-
-    descriptor: int
-    inode: int
+#: Descriptor of a socket of a Gloo group, and its inode, which tells it from another one that gets the same number
+#: later. It must end with the process that made it. Forked children inherit it, and so do programs that replace the
+#: process. An heir would keep connections open after its parent's death or after an abort, and peers would notice
+#: nothing before their deadline.
+OpenSocket = tuple[int, int]
 
 
 def open_sockets() -> frozenset[OpenSocket]:
@@ -49,7 +40,7 @@ def open_sockets() -> frozenset[OpenSocket]:
     except OSError:
         return frozenset()
     found = ((int(name), _inode(int(name))) for name in names)
-    return frozenset(OpenSocket(descriptor, inode) for descriptor, inode in found if inode is not None)
+    return frozenset((descriptor, inode) for descriptor, inode in found if inode is not None)
 
 
 def opened_since(before: frozenset[OpenSocket], count: int) -> tuple[OpenSocket, ...]:
@@ -65,9 +56,9 @@ def opened_since(before: frozenset[OpenSocket], count: int) -> tuple[OpenSocket,
     opened = tuple(open_sockets() - before)
     if len(opened) != count:
         return ()
-    for one in opened:
+    for descriptor, _ in opened:
         with contextlib.suppress(OSError):
-            os.set_inheritable(one.descriptor, False)
+            os.set_inheritable(descriptor, False)
     return opened
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ import torch.distributed as dist
 from bagua.comm.call import KINDS, POINT_TO_POINT, Call
 from bagua.comm.reduction import OPERATIONS, divide, fold
 from bagua.comm.torch_private import end_coalescing, method_of, source_rank, start_coalescing
-
-Action = TypeVar("Action", bound=Callable[[], Any] | None)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,14 +36,6 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat tensor of uint8."""
     return flattened(tensor).view(torch.uint8)
-
-
-def where_allowed(action: Action, target: torch.Tensor | None) -> Action:
-    """``action``, if there is one, in inference mode if the target was made in that, in any thread."""
-    if action is None or target is None or not target.is_inference():
-        return action
-    allowed: Action = torch.inference_mode()(action)
-    return allowed
 
 
 Finish = Callable[[], object]

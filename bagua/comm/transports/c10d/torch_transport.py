@@ -24,7 +24,7 @@ from bagua.comm.reduction import copy_pieces
 from bagua.comm.store.keys import wait_for_keys
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
-from bagua.comm.transports.c10d.lowering import Lowering, where_allowed
+from bagua.comm.transports.c10d.lowering import Lowering
 from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
 from bagua.comm.transports.failure import FailureFinder
 from bagua.errors import BaguaError, TransportUnavailableError
@@ -142,12 +142,13 @@ class C10dTransport(Transport):
             if target is None or not target.is_inference():
                 works, finish = channel.start(call, source, target, timeout_s)
             else:
-                with torch.inference_mode():  # torch guards tensors that were made in it
+                with torch.inference_mode():  # torch guards tensors that were made in it, in any thread
                     works, finish = channel.start(call, source, target, timeout_s)
+                finish = None if finish is None else torch.inference_mode()(finish)
         except RuntimeError as error:
             raise self._failed(call, error, timeout_s) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
-        handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
+        handle = new_handle(self.failures, works, finish, timeout_s, (source, target))
         handle.call = call
         if asynchronous or channel.group.on_stream:
             self._keep(handle)

@@ -140,11 +140,8 @@ class Line(ABC):
     """All that is visible of one rank. Its rank writes; the others only read."""
 
     words: MutableSequence[int] | memoryview[int]
-
-    @property
-    @abstractmethod
-    def reason(self) -> str:
-        """Why the state is no longer OPEN. Set before the state."""
+    #: Why the state is no longer OPEN. Set before the state.
+    reason: str
 
     @abstractmethod
     def notice(self, slot: int) -> Notice:

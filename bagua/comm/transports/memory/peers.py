@@ -161,10 +161,6 @@ class Peers(ABC):
     def lost(self, rank: int) -> bool:
         """Whether ``rank`` is known to be dead although its line says OPEN."""
 
-    @abstractmethod
-    def set_reason(self, reason: str) -> None:
-        """Make ``reason`` the ``Line.reason`` of this rank."""
-
     # Steps and waits.
 
     def step(self, call: Call, name: str) -> None:
@@ -354,7 +350,7 @@ class Peers(ABC):
             reason: deed of the culprit; begins with "it".
         """
         state, culprit, reason = self._left.setdefault("first", (state, culprit, reason))
-        self.set_reason(reason)
+        self.own.reason = reason
         self.own.words[Words.CULPRIT] = culprit
         self.own.words[Words.STATE] = state
         for rank in range(self.size):

@@ -26,11 +26,12 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bagua.comm.startup.hosts import host_identity
+from bagua import env
 from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.keys import bounded
 from bagua.comm.transports.contract import Membership
@@ -188,6 +189,21 @@ class Attached(NamedTuple):
     memory: SharedMemory
     bell: int
     peers: dict[int, Peer]
+
+
+def host_identity() -> str:
+    """A text that two processes share exactly when they run on one host.
+
+    The boot id tells kernels apart, the network namespace tells containers apart
+    that do not reach each other over loopback. Where the kernel does not tell,
+    the launcher's node index and the host name do.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net")
+    except OSError:
+        return f"{socket.gethostname()}/node{env.get_node_rank()}"
+    return f"{boot}/net{namespace.st_dev}.{namespace.st_ino}"
 
 
 def attach(membership: Membership, control_bytes: int, settings: Mapping[str, int]) -> Attached:

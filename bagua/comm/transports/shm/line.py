@@ -426,7 +426,7 @@ class PeerLine(ControlLine):
         self._read: list[_Reading | None] = [None] * Slots(size).count
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> str:  # type: ignore[override]  # only its owner writes it
         """Why the state is no longer OPEN."""
         (length,) = struct.unpack_from("q", self._bytes, self._layout.reason)
         start = self._layout.reason + 8

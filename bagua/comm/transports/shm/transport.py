@@ -377,10 +377,6 @@ class ShmPeers(Peers):
         """Whether the process of ``rank`` was seen to have ended."""
         return rank in self._lost
 
-    def set_reason(self, reason: str) -> None:
-        """Say why this rank leaves."""
-        self._line.reason = reason
-
     # The end.
 
     def release(self) -> None:
