@@ -124,7 +124,6 @@ def test_a_task_of_the_parent_raises_in_a_child_and_later_ones_run(monkeypatch: 
         assert background.submit(lambda: "runs").result(5) == "runs"
         assert background.stop()
     blocked.set()
-    assert thread is not None
     background._queue.put(None)  # It looks for its next task there.
     thread.join(60)
     assert not thread.is_alive()
@@ -163,7 +162,7 @@ def test_only_an_exact_number_of_new_sockets_is_taken() -> None:
         one.set_inheritable(True)
         assert opened_since(before, 1) == opened_since(before, 3) == ()
         assert one.get_inheritable()
-        assert {found.descriptor for found in opened_since(before, 2)} == {one.fileno(), other.fileno()}
+        assert {descriptor for descriptor, _ in opened_since(before, 2)} == {one.fileno(), other.fileno()}
         assert not one.get_inheritable()
 
 
@@ -176,7 +175,7 @@ def test_a_connection_ends_with_the_process_that_made_it() -> None:
         near.set_inheritable(True)
         made = opened_since(before, 2)
         assert not near.get_inheritable()
-        let_go([one for one in made if one.descriptor == near.fileno()])  # In a child, its share.
+        let_go([one for one in made if one[0] == near.fileno()])  # In a child, its share.
         assert far.recv(1) == b""
         assert not stat.S_ISSOCK(os.fstat(near.fileno()).st_mode)
         other = os.dup2(far.fileno(), near.fileno())

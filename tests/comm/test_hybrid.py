@@ -55,11 +55,6 @@ def pool():
     return ProcessRanks(6, backend="hybrid")
 
 
-@pytest.mark.parametrize("hosts", [[1, 3, 2], [2, 2]], ids=str)
-def test_layouts(pool, hosts: list[int]) -> None:
-    pool.run(all_kinds, NUMELS, hosts=hosts)
-
-
 def backends() -> tuple[str, str]:
     group = bagua.comm.get_default_group()
     return group.global_communicator.backend, group.intra_node_communicator.backend

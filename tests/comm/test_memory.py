@@ -190,8 +190,6 @@ def test_receives_by_name_that_come_later_wait_for_the_message_that_is_not_their
         tensors = torch.zeros(1), torch.zeros(1)
         works = comm.recv_any(tensors[0], async_op=True), comm.recv(tensors[1], 1, async_op=True)
         for work in works:
-            assert work is not None
-            assert not isinstance(work, int)
             work.wait()
         return [tensor.item() for tensor in tensors]
 
@@ -203,11 +201,8 @@ def test_messages_are_exchanged_while_one_from_any_rank_is_awaited() -> None:
         other = 1 - comm.rank
         tensors = torch.zeros(1), torch.zeros(1)
         work = comm.recv_any(tensors[0], async_op=True)
-        assert work is not None
-        assert not isinstance(work, int)
         both = comm.sendrecv(tensors[1], torch.tensor([5.0]), other, other, async_op=True)
         comm.send(torch.tensor([7.0]), other)
-        assert both is not None
         both.wait()
         assert work.result() == other
         return [tensor.item() for tensor in tensors]

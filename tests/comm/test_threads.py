@@ -104,7 +104,6 @@ def test_closing_leaves_nothing_behind() -> None:
         tensor, small = torch.ones(100_000), torch.ones(2)
         for each in (tensor, small):
             work = comm.allreduce(each, async_op=True)
-            assert work is not None
             work.wait()
         seen.extend([weakref.ref(tensor), weakref.ref(comm._transport), weakref.ref(comm._transport._peers._world)])
 

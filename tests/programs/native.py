@@ -54,38 +54,26 @@ def places_of_bagua(descriptions: tuple[Description, ...]) -> list[Place]:
 
 
 def _place_of_bagua(world: ProcessGroup, kind: str, numbers: tuple[int, ...]) -> Place:
-    if kind == "world":
-        return _inside(None, world.global_communicator, tuple(range(world.size)))
-    if kind == "duplicate":
-        group = world.duplicate()
-        return _inside(group, group.global_communicator, tuple(range(world.size)))
-    if kind == "some":
-        group = bagua.comm.new_group(numbers)
-        return _inside(group, group.global_communicator, numbers) if group else _outside(numbers)
     ends = list(itertools.accumulate(numbers))
     hosts = [tuple(range(end - count, end)) for end, count in zip(ends, numbers, strict=True)]
-    if kind == "within":
-        own = next(host for host in hosts if world.rank in host)
-        return _inside(world.intra_node_communicator, world.intra_node_communicator, own)
-    leaders, between = tuple(host[0] for host in hosts), world.inter_node_communicator
-    return _inside(between, between, leaders) if between else _outside(leaders)
-
-
-def _inside(group: Any, communicator: Any, ranks: tuple[int, ...]) -> Place:
+    group, ranks, communicator = None, tuple(range(world.size)), world.global_communicator
+    if kind == "duplicate":
+        group = world.duplicate()
+        communicator = group.global_communicator
+    elif kind == "some":
+        group, ranks = bagua.comm.new_group(numbers), numbers
+        communicator = group.global_communicator
+    elif kind == "within":
+        group = communicator = world.intra_node_communicator
+        ranks = next(host for host in hosts if world.rank in host)
+    elif kind == "between":
+        group = communicator = world.inter_node_communicator or NON_MEMBER
+        ranks = tuple(host[0] for host in hosts)
+    if not communicator:
+        return Place(bagua.distributed, NON_MEMBER, NON_MEMBER, ranks, 0, outside=True)
     assert communicator.ranks == ranks, f"a group of {ranks} has the ranks {communicator.ranks}"
-    return Place(
-        bagua.distributed,
-        group,
-        communicator,
-        ranks,
-        communicator.rank,
-        outside=False,
-        device_types=communicator.device_types,
-    )
-
-
-def _outside(ranks: tuple[int, ...]) -> Place:
-    return Place(bagua.distributed, NON_MEMBER, NON_MEMBER, ranks, 0, outside=True)
+    types = communicator.device_types
+    return Place(bagua.distributed, group, communicator, ranks, communicator.rank, outside=False, device_types=types)
 
 
 def places_of_torch(dist: ModuleType, descriptions: tuple[Description, ...]) -> list[Place]:
