@@ -35,7 +35,9 @@ from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     CommunicatorClosedError,
+    InvalidRankError,
     PeerLostError,
+    TransportUnavailableError,
 )
 from bagua.testing.ranks import Outcome, RankPool
 from tests.contract import asynchronous, failures, records, results
@@ -307,9 +309,7 @@ class TransportContract:
             odd = {failures.CULPRIT} if rank != failures.CULPRIT else {*range(self.size)} - {rank}
             assert error.peers == tuple(odd), f"rank {rank} names others: {error}"
 
-    @pytest.mark.parametrize(
-        "way", ["counts", "message", "message_again", "message_type", "message_against_collective"]
-    )
+    @pytest.mark.parametrize("way", failures.WAYS_OF_PAIRS)
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
         seen_at_once = way != "message_against_collective"
         messages = seen_at_once and way != "counts"
@@ -342,12 +342,12 @@ class TransportContract:
 
     # What ``recv_any`` receives, and in which order.
 
-    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
-        _on_every_size(asynchronous.receive_from_all if self.receives_from_any else asynchronous.be_refused)(self, pool)
+    def test_messages_from_any_rank(self, pool: RankPool) -> None:
+        several = self.receives_from_any and self.can_lose_ranks
+        error = InvalidRankError if self.receives_from_any else TransportUnavailableError
+        arguments = (asynchronous.receive_every_kind,) if several else (asynchronous.be_refused, error)
+        _on_every_size(*arguments)(self, pool)
 
-    test_messages_from_any_rank_of_every_kind = _on_most_ranks(
-        asynchronous.receive_every_kind, "can_lose_ranks", "receives_from_any"
-    )
     test_the_receive_that_was_started_first_gets_the_message = _on_most_ranks(
         asynchronous.receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
     )
