@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import threading
@@ -24,13 +23,11 @@ from tests.harness import until
 from tests.membership.servers import is_counted, names, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import (
     PERIOD,
-    QUICK,
     RANKS,
-    Outer,
     _judge,
-    batch,
     check_newcomer,
     check_rows,
+    joined,
     new_store,
     run,
     run_islands,
@@ -50,12 +47,9 @@ FORMS = {
 }
 
 
-@contextlib.contextmanager
 def island(store, size, backend=None, **options):
     """One of the islands that meet in a bucket, or that ``backend`` connects."""
-    wanted = {"minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK, **options}
-    with Islands(store, "file:///run", size=size, backend=backend, **wanted) as islands:
-        yield islands
+    return joined(store, size, "file:///run", backend=backend, **options)
 
 
 def model_of(seat):
@@ -267,19 +261,6 @@ class Silence:
             assert self.others_ended.wait(60)
 
 
-def trained(islands, rows, before, algorithm="diloco"):
-    """Train, and note what there is after each exchange."""
-    model = wrapped(islands, algorithm)
-    (optimizer,) = model.bagua_optimizers
-    for step in range(model.bagua_step + 1, STEPS + 1):
-        before(step)
-        optimizer.zero_grad()
-        model(batch(islands.seat)).square().sum().backward()
-        optimizer.step()
-        if step % PERIOD == 0:
-            rows.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
-
-
 def run_with(silence, open_store, algorithm="diloco"):
     """What each island had after its exchanges, and how it ended; the last one is that which is stopped."""
     rows = [[] for _ in range(SIZE)]
@@ -289,11 +270,10 @@ def run_with(silence, open_store, algorithm="diloco"):
         has_it = number == SIZE - 1
         store = open_store()
         store.bucket.hook = silence.hook if has_it else None
-        options = {"size": SIZE, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
-        with Islands(store, "the store", **options) as islands:
+        with island(store, SIZE) as islands:
             _judge(islands._state.roster, lambda: silence.silent - {islands.seat})
             arm = lambda step: silence.arm(islands) if has_it and step == PERIOD + 1 else None  # noqa: E731
-            trained(islands, rows[number], arm, algorithm)
+            train(islands, wrapped(islands, algorithm), STEPS, arm, found=rows[number])
         if not has_it:
             left[0] -= 1
             if not left[0]:
@@ -360,12 +340,8 @@ def test_a_bucket_that_answers_late_changes_nothing(tmp_path):
         time.sleep(draw.random() / 100)
 
     def job(number):
-        rows = []
-        store = opened(f"file://{tmp_path}/run", hook=late)
-        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
-        with Islands(store, "the store", **options) as islands:
-            trained(islands, rows, lambda step: None)
-        return rows
+        with island(opened(f"file://{tmp_path}/run", hook=late), 2) as islands:
+            return train(islands, wrapped(islands), STEPS)
 
     assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3
 
@@ -375,7 +351,6 @@ def test_a_bucket_out_of_reach_for_a_while_delays_an_exchange(tmp_path):
     away = threading.Event()
 
     def job(number):
-        rows = []
         store = opened(f"file://{tmp_path}/run")
 
         def hook(kind, name, moment):
@@ -383,16 +358,14 @@ def test_a_bucket_out_of_reach_for_a_while_delays_an_exchange(tmp_path):
                 raise DistNetworkError("it cannot be reached")
 
         store.bucket.hook = hook
-        options = {"size": 2, "minimum": 1, "name": "a run", "timeout_s": 60.0, "deadlines": QUICK}
-        with Islands(store, "the store", **options) as islands:
+        with island(store, 2) as islands:
 
             def leave(step):
                 if step == PERIOD + 1 and number == 0:
                     away.set()
                     back.start()
 
-            trained(islands, rows, leave)
-        return rows
+            return train(islands, wrapped(islands), STEPS, leave)
 
     back = threading.Timer(0.3, away.clear)
     assert check_rows("diloco", run_numbered(2, job)) == [(0, 1)] * 3

@@ -94,10 +94,10 @@ class Unsteady(PolledStore):
 
 
 @contextlib.contextmanager
-def joined(store, size: int, *, deadlines: Deadlines = QUICK, **options: Any) -> Iterator[Islands]:
-    """One of the islands that meet at ``store``."""
-    wanted: dict[str, Any] = {"minimum": 1, "name": "a run", "timeout_s": 60.0, **options}
-    with Islands(store, "the store", size=size, backend="threads", deadlines=deadlines, **wanted) as islands:
+def joined(store, size: int, where: str = "the store", **options: Any) -> Iterator[Islands]:
+    """One of the islands that meet at ``store``, which errors call ``where``."""
+    usual = {"minimum": 1, "name": "a run", "timeout_s": 60.0, "backend": "threads", "deadlines": QUICK}
+    with Islands(store, where, size=size, **{**usual, **options}) as islands:
         silent, presence = _silent.setdefault(store, set()), islands._state
         _judge(presence.roster, lambda: {seat for seat, rank in silent if rank == 0 and seat != islands.seat})
         _judge(presence.ranks, lambda: {rank for seat, rank in silent if seat == islands.seat})
@@ -156,10 +156,11 @@ def train(
     steps: int,
     before: Callable[[int], object] = lambda step: None,
     period: int = PERIOD,
+    found: list[Outer] | None = None,
 ) -> list[Outer]:
-    """Train up to step number ``steps``; what there was after each exchange."""
+    """Train up to step number ``steps``; what there was after each exchange, which is added to ``found``."""
     (optimizer,) = model.bagua_optimizers
-    found = []
+    found = [] if found is None else found
     for step in range(model.bagua_step + 1, steps + 1):
         before(step)
         optimizer.zero_grad()
