@@ -1,10 +1,7 @@
-"""Islands of two ranks, on threads and as processes: each is a job of its own, and the islands train together."""
+"""Islands of two ranks, all of them threads: each is a job of its own, and the islands train together."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
 import threading
 
 import pytest
@@ -26,8 +23,6 @@ from bagua.membership.participant import Participant
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from tests.harness import until
-from tests.interpreters import interpreter
-from tests.membership import forked_islands
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
@@ -46,15 +41,15 @@ from tests.membership.training import (
     wrapped,
 )
 
+pytestmark = pytest.mark.threads
 
-@pytest.mark.threads
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_islands_of_two_ranks_train_as_one_process_for_each_with_their_batches(algorithm):
     rows = among_ranks(2, lambda islands: train(islands, wrapped(islands, algorithm), 3 * PERIOD))
     assert check_rows(algorithm, [*rows[0], *rows[1]], RANKS) == [(0, 1)] * 3
 
 
-@pytest.mark.threads
 def test_what_a_codec_loses_is_the_same_on_all_ranks():
     algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
     ranks = among_ranks(2, lambda islands: train(islands, wrapped(islands, algorithm), 3 * PERIOD))
@@ -84,7 +79,6 @@ def train_ranks_to_a_fault(fault):
     return [end for rows in run_islands(2, rank) for end in rows]
 
 
-@pytest.mark.threads
 def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
     """Wherever the rank dies: the other island has the exchange with it on all of its ranks, or without it."""
     seen = set()
@@ -98,7 +92,6 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
     assert len(seen) > 1
 
 
-@pytest.mark.threads
 def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatch):
     """The goodbye of its island is in the store before the thread that trains knows of it."""
     second = []
@@ -129,7 +122,6 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
     assert lost[0].problem == "rank 1 of this island is lost: it was silent, as the test wants it"
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("fails_once", [False, True])
 def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
     """If one of its ranks does not get the state, none takes it, and the island comes in one exchange later."""
@@ -167,7 +159,6 @@ def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
     assert crowds == [(0, 1)] * alone + [(0, 1, 2)] * (5 - alone)
 
 
-@pytest.mark.threads
 def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
     store = new_store()
 
@@ -182,7 +173,6 @@ def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
     assert first.advice == second.advice
 
 
-@pytest.mark.threads
 def test_the_first_rank_does_not_leave_before_all_have_heard_why():
     heard, leaves = threading.Event(), threading.Event()
 
@@ -204,7 +194,6 @@ def test_the_first_rank_does_not_leave_before_all_have_heard_why():
     ThreadRanks(2).run(rank)
 
 
-@pytest.mark.threads
 def test_an_error_on_one_rank_ends_the_island():
     def rank(islands):
         model = wrapped(islands)
@@ -218,7 +207,6 @@ def test_an_error_on_one_rank_ends_the_island():
     assert isinstance(first, PeerLostError)
 
 
-@pytest.mark.threads
 def test_ranks_of_an_island_that_join_differently_are_refused(where):
     def rank(_):
         bagua.join_islands(where, name=f"run of rank {get_rank()}", timeout=20)
@@ -228,7 +216,6 @@ def test_ranks_of_an_island_that_join_differently_are_refused(where):
         assert error.seen == f"name=run of rank {theirs}"
 
 
-@pytest.mark.threads
 def test_ranks_of_an_island_that_deal_out_other_samples_are_refused():
     def job(islands):
         if get_rank() == 0:
@@ -240,7 +227,6 @@ def test_ranks_of_an_island_that_deal_out_other_samples_are_refused():
     assert among_ranks(1, job) == [[(1,), (0,)]]
 
 
-@pytest.mark.threads
 def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all(where):
     def rank(_):
         bagua.join_islands("tcp://127.0.0.1:1" if get_rank() else where, timeout=0.5)
@@ -251,7 +237,6 @@ def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all(where):
     assert "rank 1 of this island: no store answers at tcp://127.0.0.1:1" in str(first)
 
 
-@pytest.mark.threads
 def test_an_island_trains_with_the_ranks_that_joined(where):
     def rank(_):
         with bagua.join_islands(where) as islands:
@@ -267,23 +252,3 @@ def test_an_island_trains_with_the_ranks_that_joined(where):
                 with_bagua(new_model(0), [], "diloco", between=alone)
 
         run_islands(1, late)
-
-
-@pytest.mark.gloo
-def test_a_killed_rank_takes_its_island_out_and_a_new_island_takes_part():
-    command = [*interpreter(), "-m", "tests.membership.forked_islands"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    failed = 1 << 8
-    assert found["ends"] == {"0.0": 0, "0.1": 0, "1.0": failed, "1.1": signal.SIGKILL, "2.0": 0, "2.1": 0}
-    assert found["server"] == 0
-    by_step: dict[int, dict] = {}
-    for one in found["said"]:
-        other = by_step.setdefault(one["step"], one)
-        assert (other["sum"], other["contributed"]) == (one["sum"], one["contributed"])
-    assert sorted(by_step) == [forked_islands.PERIOD * (number + 1) for number in range(len(by_step))]
-    stayed, new = (next(one["seat"] for one in found["said"] if one["number"] == number) for number in (0, 2))
-    crowds = [tuple(by_step[step]["contributed"]) for step in sorted(by_step)]
-    wanted = [(0, 1), (stayed,), (stayed, new)]
-    assert [crowd for crowd in dict.fromkeys(crowds) if crowd in wanted] == wanted

@@ -1,9 +1,10 @@
-"""Processes that train through a bucket: without a network, with one that is killed, and what memory they need."""
+"""Islands that are processes: one is killed, or stopped, at any request to a bucket; and what memory they need."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import re
 import signal
@@ -22,10 +23,11 @@ from bagua.membership import Islands
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError, this_rank
 from tests.harness import until
+from tests.interpreters import interpreter
+from tests.membership import forked_islands
 from tests.membership.servers import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import PERIOD, QUICK, _judge, check_rows, train, wrapped
 
-pytestmark = needs_obstore
 REPOSITORY = Path(__file__).parents[2]
 ALONE = ("unshare", "--net", "--map-root-user")
 SIZE, PERIODS = 3, 3
@@ -40,6 +42,7 @@ def _cannot_part() -> bool:
         return True
 
 
+@needs_obstore
 @pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")
 def test_islands_without_a_network_train_as_one_and_who_was_stopped_comes_in_again(tmp_path):
     command = [*ALONE, sys.executable, "-u", str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
@@ -150,6 +153,7 @@ def contributed_after(where, at, moment, algorithm="diloco", learns="at once", o
     return found
 
 
+@needs_obstore
 @pytest.mark.parametrize(("algorithm", "stride", "least"), [("diloco", 1, 10), ("diloco, beside training", 4, 3)])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_at_any_request_costs_the_others_no_outer_step(tmp_path, moment, algorithm, stride, least):
@@ -159,6 +163,7 @@ def test_a_kill_at_any_request_costs_the_others_no_outer_step(tmp_path, moment, 
     assert least <= sum(1 for _ in itertools.takewhile(kills, itertools.count(0, stride))) < 20
 
 
+@needs_obstore
 @pytest.mark.parametrize("learns", ["when it is closed", "by silence"])
 def test_a_contribution_of_who_is_killed_after_its_put_counts(tmp_path, learns):
     """Also for one that has yet to get it when it learns of the death, and another one has closed the exchange."""
@@ -166,6 +171,7 @@ def test_a_contribution_of_who_is_killed_after_its_put_counts(tmp_path, learns):
     assert found[1] == (0, 1, 2)
 
 
+@needs_obstore
 @needs_moto
 def test_a_kill_at_a_request_to_s3_costs_the_others_no_outer_step():
     with s3_server() as endpoint:
@@ -196,9 +202,30 @@ def peaks(where):
     return found
 
 
+@needs_obstore
 @pytest.mark.gloo
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not forget a peak")
 def test_contributions_stream_through_a_folder(tmp_path):
     """Less than one contribution is in memory beside what Gloo needs: pieces of two others, and one that arrives."""
     for gloo, bucket in ProcessRanks(SIZE).run(peaks, f"file://{tmp_path}/run"):
         assert bucket < gloo + 1
+
+
+@pytest.mark.gloo
+def test_a_killed_rank_takes_its_island_out_and_a_new_island_takes_part():
+    command = [*interpreter(), "-m", "tests.membership.forked_islands"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    failed = 1 << 8
+    assert found["ends"] == {"0.0": 0, "0.1": 0, "1.0": failed, "1.1": signal.SIGKILL, "2.0": 0, "2.1": 0}
+    assert found["server"] == 0
+    by_step: dict[int, dict] = {}
+    for one in found["said"]:
+        other = by_step.setdefault(one["step"], one)
+        assert (other["sum"], other["contributed"]) == (one["sum"], one["contributed"])
+    assert sorted(by_step) == [forked_islands.PERIOD * (number + 1) for number in range(len(by_step))]
+    stayed, new = (next(one["seat"] for one in found["said"] if one["number"] == number) for number in (0, 2))
+    crowds = [tuple(by_step[step]["contributed"]) for step in sorted(by_step)]
+    wanted = [(0, 1), (stayed,), (stayed, new)]
+    assert [crowd for crowd in dict.fromkeys(crowds) if crowd in wanted] == wanted
