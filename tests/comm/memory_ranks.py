@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-import bagua.comm
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.contract import Membership, Transport
 from bagua.comm.transports.threads import FaultHook, ThreadsTransport, inject_fault
-from tests.contract.exercises import TENSOR_KINDS, CallSetting, perform
+from tests.contract.exercises import TENSOR_KINDS, CallSetting, communicator, perform
 
 
 def membership(store: Any, rank: int, size: int, timeout_s: float = 20.0, label: str = "test") -> Membership:
@@ -120,7 +119,7 @@ def agrees(comm: Communicator, kind: str, numel: int, times: int = 1, **options:
 
 def all_kinds(numels: tuple[int, ...]) -> None:
     """Make each call on the default group, in both ways."""
-    comm = bagua.comm.get_default_group().global_communicator
+    comm = communicator()
     for kind in KINDS:
         for numel in numels if kind != "barrier" else (0,):
             for async_op in (False, True):

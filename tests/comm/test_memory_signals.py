@@ -82,7 +82,7 @@ def failing(comm: Communicator) -> None:
 
 
 CALLS = [allreduce, allreduce_large, message, message_back, in_background, failing]
-#: Hundreds of lines, each with ranks of its own. They are closed anywhere, which begins with an abort.
+#: Hundreds of lines, each with ranks of its own.
 LONG = (allreduce_large, message, message_back)
 THOROUGH = settings.get_current_profile_name() == "thorough"
 
@@ -186,25 +186,13 @@ def descriptors() -> dict[str, str]:
     return {name: os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink()}
 
 
-@cases(CALLS if THOROUGH else [call for call in CALLS if call not in LONG])
-def test_a_handler_may_abort_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
-    def abort(comm: Communicator) -> None:
-        comm.abort("by the handler")
-        assert comm._transport._peers.own.words[Words.STATE] != LineState.OPEN
-
-    for place in places(transport, call):
-        outcomes, signals = interrupted(transport, call, place, abort)
-        for outcome in outcomes:
-            assert outcome is None or isinstance(outcome, CommunicationError), (place, outcomes)
-        signals.comm.close()
-
-
 @cases(CALLS)
-def test_a_handler_may_close_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
+def test_a_handler_may_abort_and_close_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
     """What the call uses stays until it ends, and is given back then."""
 
     def close(comm: Communicator) -> None:
         comm.abort("by the handler")
+        assert comm._transport._peers.own.words[Words.STATE] != LineState.OPEN
         comm.close()
 
     found = places(transport, call)

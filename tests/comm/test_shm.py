@@ -19,25 +19,15 @@ import bagua.comm
 from bagua.comm import Communicator
 from bagua.comm.transports.memory.line import LineState, Step, Words
 from bagua.comm.transports.shm import memory as shm_segments
-from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError
 from tests.comm.memory_ranks import LARGE, SMALL, agrees, all_kinds, ramp
+from tests.contract.exercises import communicator
 
 pytestmark = pytest.mark.shm
 
 #: More than one staging area; ``LARGE`` is more than is copied into the control memory.
 PIECES = 3_000_000
-
-
-def communicator() -> Communicator:
-    return bagua.comm.get_default_group().global_communicator
-
-
-def transport(comm: Communicator) -> ShmTransport:
-    found = comm._transport
-    assert isinstance(found, ShmTransport)
-    return found
 
 
 def resources() -> tuple[int, int]:
@@ -66,7 +56,7 @@ def reduce_in_place(numel: int) -> bool:
     other = bagua.comm.get_default_group().duplicate().global_communicator
     other.allreduce(part)
     assert torch.equal(part, comm.size * summed(comm, numel)[numel // 2 :])
-    return any(transport(each)._shm_peers._staging is not None for each in (comm, other))
+    return any(each._transport._shm_peers._staging is not None for each in (comm, other))
 
 
 def mix_memory() -> None:
@@ -202,7 +192,7 @@ class AtStep:
 def forget_what_was_read() -> tuple[int, int]:
     """Mappings of a peer's memory that it gave up after a message and after a collective."""
     comm = communicator()
-    peers = transport(comm)._shm_peers
+    peers = comm._transport._shm_peers
     counts = []
     for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
         comm.barrier()
@@ -229,7 +219,7 @@ class Straggler:
             return
         self.barrier -= 1
         if self.barrier == 0:
-            peers = transport(self.comm)._shm_peers
+            peers = self.comm._transport._shm_peers
             while peers.lines[1 - self.comm.rank].words[Words.STATE] == LineState.OPEN:
                 time.sleep(0.001)
             peers._drop_gone()  # as a thread that waits for a message does at any time

@@ -31,7 +31,8 @@ from bagua.errors import BaguaError, TransportUnavailableError
 from bagua.testing import ProcessRanks, die
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import ramp
-from tests.comm.test_shm import LARGE, communicator, resources, summed
+from tests.comm.test_shm import LARGE, resources, summed
+from tests.contract.exercises import communicator
 
 pytestmark = pytest.mark.shm
 

@@ -289,20 +289,6 @@ def test_a_callback_may_wait_for_callbacks_of_later_calls(thread: CallbackThread
     assert result.wait() == 3
 
 
-def test_a_callback_may_wait_for_several_calls_at_once(thread: CallbackThread) -> None:
-    first = Call()
-
-    def wait_for_all(_: Any) -> list[int]:
-        calls = [Call() for _ in range(3)]
-        futures = [future_of(thread, call, number) for number, call in enumerate(calls)]
-        threading.Thread(target=lambda: [call.end() for call in calls]).start()
-        return torch.futures.wait_all(futures)
-
-    result = future_of(thread, first).then(wait_for_all)
-    first.end()
-    assert result.wait() == [0, 1, 2]
-
-
 def test_a_callback_that_fails_is_an_error_of_its_future_only(thread: CallbackThread) -> None:
     call = Call()
     future = future_of(thread, call, 5)

@@ -186,18 +186,13 @@ def _as_signed(t: Any, call: Call, parts: list[Tensor], target: Tensor) -> None:
     reduction.fold([part.view(torch.int8) for part in parts], call.reduction, target.view(torch.int8))
 
 
-def _unconjugated(patch: pytest.MonkeyPatch) -> None:
-    _readable(patch, lambda tensor: tensor.conj() if tensor.is_conj() else tensor)
+def _reads(change: Callable[[Tensor], Tensor]) -> Mutant:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        true = operands.readable
+        for place in (operands, communicator):
+            patch.setattr(place, "readable", lambda tensor: true(change(tensor.detach())))
 
-
-def _unnegated(patch: pytest.MonkeyPatch) -> None:
-    _readable(patch, lambda tensor: -tensor if tensor.is_neg() else tensor)
-
-
-def _readable(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    true = operands.readable
-    for place in (operands, communicator):
-        patch.setattr(place, "readable", lambda tensor: true(change(tensor.detach())))
+    return apply
 
 
 def _swap_equal_pieces(true: Any, outputs: Any, pieces: Any) -> None:
@@ -327,8 +322,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "results do not come back to strided tensors": around(Intake, "in_place", _forget),
     "results do not come back to strided outputs": around(Intake, "output", _forget),
-    "a conjugate is ignored": _unconjugated,
-    "a negation is ignored": _unnegated,
+    "a conjugate is ignored": _reads(lambda tensor: tensor.conj() if tensor.is_conj() else tensor),
+    "a negation is ignored": _reads(lambda tensor: -tensor if tensor.is_neg() else tensor),
     "overlap is ignored": patched(communicator, "apart", lambda source, target: source),
     "coalesced pieces of one size are swapped": around(composed, "copy_pieces", _swap_equal_pieces),
     "coalesced broadcast is always from 0": around(
