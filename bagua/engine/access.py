@@ -15,7 +15,7 @@ from bagua.checks import check_flags
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import Joining, check_joinable
 from bagua.engine.reducer import Reducer
-from bagua.engine.state import replicas
+from bagua.engine.state import checkpoints, replicas
 from bagua.engine.state.equality import warn_of_other_settings
 from bagua.errors import ConfigurationError
 
@@ -269,7 +269,8 @@ class EngineAccess:
         Raises:
             CollectiveMismatchError: on all ranks, naming the first tensor that differs, and ranks.
         """
-        return self._bagua_engine.reducer.state_digest()
+        self._bagua_engine.reducer.after_optimizers()
+        return checkpoints.digest(self._bagua_engine.reducer.formation)
 
     def bagua_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank."""
@@ -296,7 +297,7 @@ def _join_block(engine: BackwardHooks, *, by_initial_size: bool, throws: bool) -
             reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
             reducer.initialize_buckets()
         reducer.begin_step()
-        if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
+        if reducer.phases.follows_gradients and not reducer.formation.options.find_unused_parameters:
             reducer.scheduler.fill_missing(reducer.scheduler.missing())
         reducer.mark_on_complete()
         if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):

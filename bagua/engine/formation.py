@@ -145,10 +145,6 @@ class Formation:
         self.scheduler.settle()
         return self.group.global_communicator
 
-    def prepare(self) -> None:
-        """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
-        self.scheduler.prepare(self.phases.coming)
-
     # Forming buckets.
 
     def form_at_once(self) -> None:

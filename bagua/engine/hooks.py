@@ -208,7 +208,7 @@ class BackwardHooks:
         """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""
         self.retire()
         self.closed = True
-        self.reducer.close()
+        self.reducer.formation.close()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
@@ -367,7 +367,7 @@ class BackwardHooks:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
         reducer = self.reducer
         arrived = self._with_gradients() if reducer.group.size == 1 else reducer.formation.order.arrived
-        if not arrived and not reducer.options.find_unused_parameters:
+        if not arrived and not reducer.formation.options.find_unused_parameters:
             return False
         reducer.formation.order.arrived = arrived
         reducer.initialize_buckets()

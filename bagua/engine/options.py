@@ -12,7 +12,7 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm
 from bagua.buckets import check_align_bytes
-from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
+from bagua.checks import check_flags, check_kind, check_whole, did_you_mean
 from bagua.comm import Group, ProcessGroup
 from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
@@ -148,8 +148,7 @@ def optimizer_list(
     given: Any = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise wrong_type(argument, "an optimizer, or a list of optimizers", optimizer)
+        check_kind(torch.optim.Optimizer, "an optimizer, or a list of optimizers", **{argument: optimizer})
     return several
 
 

@@ -165,11 +165,6 @@ class Reducer:
         return self.formation.algorithm
 
     @property
-    def options(self) -> EngineOptions:
-        """Options of the engine, as they are now."""
-        return self.formation.options
-
-    @property
     def step(self) -> int:
         """Synchronized backward passes so far."""
         return self.phases.step
@@ -426,13 +421,6 @@ class Reducer:
         self.formation.close_soon()
         self.after_failure(reason)
 
-    def close(self) -> None:
-        """Give back threads and communicators; the module keeps working on its own. Idempotent.
-
-        Exchanges under way end first, and what is owed to other ranks is not sent any more.
-        """
-        self.formation.close()
-
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """What the algorithm remembers on this rank; the weights are in the module's own ``state_dict``.
 
@@ -441,11 +429,6 @@ class Reducer:
         self.after_optimizers()
         self.phases.ending.tell(self.group.global_communicator, saving=True)
         return checkpoints.save(self.formation, copy=copy)
-
-    def state_digest(self) -> str:
-        """See ``EngineAccess.bagua_state_digest``."""
-        self.after_optimizers()
-        return checkpoints.digest(self.formation)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.

@@ -259,7 +259,7 @@ def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:
     loop.train(2)
     assert bagua.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
     loop.train(2)
-    assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.options.bucket_bytes) == ([loop.optimizer], 200)
+    assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.formation.options.bucket_bytes) == ([loop.optimizer], 200)
     with pytest.raises(UnsupportedAlgorithmException):
         bagua.with_bagua(wrapped, loop.optimizer, "bytegrab")
     assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")

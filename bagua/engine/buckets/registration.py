@@ -75,9 +75,7 @@ class Registration:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._ignored = ignored = ignored_names(module)
-        _refuse_sharded(module)
-        _refuse_sparse(module, ignored)
-        _refuse_ddp(module, ignored)
+        _refuse_modules(module, ignored)
         every = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         trained = [(name, _checked(name, p)) for name, p in every if p.requires_grad]
         self.names = tuple(name for name, _ in trained)
@@ -258,7 +256,8 @@ def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     )
 
 
-def _refuse_sharded(module: torch.nn.Module) -> None:
+def _refuse_modules(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    """Refuse gradients that somebody else exchanges, or that fit into no bucket."""
     for prefix, submodule in module.named_modules():
         if hasattr(type(submodule), "set_all_reduce_hook"):  # Of FSDP2, which puts its class before the user's.
             raise InvalidTensorError(
@@ -268,22 +267,17 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
                 seen=prefix or type(submodule).__name__,
                 advice=_SHARDED,
             )
-
-
-def require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
-    """Refuse two exchanges of the same gradients."""
-    if any(inner is module for inner in outer.modules()):
-        raise ConfigurationError(
-            "torch's DistributedDataParallel and bagua would both exchange the gradients of this module",
-            argument="module",
-            expected="a module that one of the two trains",
-            seen=type(module).__name__,
-            advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
-            "see attach in bagua.integrations.accelerate and bagua.integrations.transformers.",
-        )
-
-
-def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    for prefix, submodule in module.named_modules():
+        name = f"{prefix}.weight" if prefix else "weight"
+        embeds = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if embeds and submodule.sparse and submodule.weight.requires_grad and name not in ignored:
+            raise InvalidTensorError(
+                f"{name} has sparse gradients, which cannot be put into a bucket",
+                argument="module",
+                expected="dense gradients",
+                seen=f"{type(submodule).__name__}(sparse=True)",
+                advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
+            )
     for prefix, submodule in module.named_modules():
         if not isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
             continue
@@ -299,18 +293,17 @@ def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             )
 
 
-def _refuse_sparse(module: torch.nn.Module, ignored: frozenset[str]) -> None:
-    for prefix, submodule in module.named_modules():
-        name = f"{prefix}.weight" if prefix else "weight"
-        embeds = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        if embeds and submodule.sparse and submodule.weight.requires_grad and name not in ignored:
-            raise InvalidTensorError(
-                f"{name} has sparse gradients, which cannot be put into a bucket",
-                argument="module",
-                expected="dense gradients",
-                seen=f"{type(submodule).__name__}(sparse=True)",
-                advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
-            )
+def require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
+    """Refuse two exchanges of the same gradients."""
+    if any(inner is module for inner in outer.modules()):
+        raise ConfigurationError(
+            "torch's DistributedDataParallel and bagua would both exchange the gradients of this module",
+            argument="module",
+            expected="a module that one of the two trains",
+            seen=type(module).__name__,
+            advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
+            "see attach in bagua.integrations.accelerate and bagua.integrations.transformers.",
+        )
 
 
 def checked_model(

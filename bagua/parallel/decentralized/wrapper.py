@@ -468,12 +468,13 @@ class DecentralizedDataParallel(OverlappingWrapper):
         self._rounds = repr(mix.rounds(group))
         self._stepping = stepping
         self._sync_buffers = sync_buffer_in_global_avg
-        try:
-            self.reducer.formation.prepare()
+        formation = self.reducer.formation
+        try:  # What exchanges make now, they do not make in the first backward pass.
+            formation.scheduler.prepare(formation.phases.coming)
             begin_training(self.reducer, average=False, broadcast_buffers=True)
         except BaseException:
             self._engine.remove_hooks()
-            self.reducer.close()
+            formation.close()
             raise
 
     # The module's own.
