@@ -12,6 +12,8 @@ import torch
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError, InvalidTensorError
 
+__all__ = ["BFloat16", "Codec", "Float16", "Identity", "Metadata", "as_codec", "register", "registry"]
+
 #: What every codec takes.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

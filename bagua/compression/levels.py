@@ -15,6 +15,8 @@ import torch
 from bagua.compression import packing
 from bagua.compression.codec import Metadata, store
 
+__all__ = ["Int2", "Int4", "Sign"]
+
 #: The values are spread over so many standard deviations.
 _REACH = 6.0
 #: Norms up to this, and down to one over this, have squares of which float32 loses nothing.

@@ -14,6 +14,8 @@ import torch
 from bagua.compression.codec import Metadata, store
 from bagua.compression.packing import SeededBlocks, mixed_seed, noise_like
 
+__all__ = ["MinMaxUInt8"]
+
 #: A step that is a little longer than a 255th of the range, and a first code that is a little
 #: lower than rounding says: so no rounding error can take a code below 0 or above 255.
 _SLACK = 1 + 2.0**-15

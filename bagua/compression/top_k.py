@@ -13,6 +13,8 @@ from bagua.checks import check_choice, check_numbers, check_whole, unusable
 from bagua.compression import packing
 from bagua.compression.codec import Codec, Metadata, align
 
+__all__ = ["BlockTopK", "TopK"]
+
 #: Elements that are looked at to guess how large the largest are, and by how much more are then taken.
 _SAMPLE_NUMEL = 2**16
 _MARGIN = 1.2

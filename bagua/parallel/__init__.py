@@ -15,10 +15,11 @@ from bagua.engine import (
     broadcast_parameters,
 )
 from bagua.late import late
-from bagua.parallel.data_parallel import DistributedDataParallel
-from bagua.parallel.module import BaguaModule, install_with_bagua, unwrap, with_bagua
+from bagua.parallel import data_parallel, module, wrappers
+from bagua.parallel.data_parallel import *
+from bagua.parallel.module import *
 from bagua.parallel.module import come_in as come_in
-from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper, bagua_init
+from bagua.parallel.wrappers import *
 
 if TYPE_CHECKING:
     from bagua.parallel.decentralized import *
@@ -26,24 +27,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "BackwardHooks",
-    "BaguaModule",
     "BucketType",
-    "DistributedDataParallel",
-    "DistributedModule",
-    "ModelSwitchWrapper",
-    "OverlappingWrapper",
     "Reducer",
     "TensorDeclaration",
     "allreduce_optimizer_state",
     "allreduce_parameters",
-    "bagua_init",
     "broadcast_buffers_of",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "install_with_bagua",
-    "unwrap",
-    "with_bagua",
 ]
+__all__ += data_parallel.__all__ + module.__all__ + wrappers.__all__
 
 _DECENTRALIZED = ("DecentralizedDataParallel", "LRSchedulerFunction", "OptimizerFunction")
 __getattr__, __dir__ = late(__name__, dict.fromkeys(_DECENTRALIZED, f"{__name__}.decentralized"))

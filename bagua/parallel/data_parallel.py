@@ -22,6 +22,8 @@ from bagua.comm import ProcessGroup, as_group
 from bagua.errors import ConfigurationError
 from bagua.parallel.wrappers import OverlappingWrapper
 
+__all__ = ["DistributedDataParallel"]
+
 #: torch's default for the size of a bucket.
 DEFAULT_BUCKET_CAP_MB = 25
 

@@ -23,6 +23,8 @@ from bagua.membership import Islands
 from bagua.parallel.wrappers import DistributedModule
 from bagua.torch_private import do_not_compile
 
+__all__ = ["BaguaModule", "install_with_bagua", "unwrap", "with_bagua"]
+
 _log = logging.getLogger("bagua")
 
 AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)

@@ -18,6 +18,8 @@ from bagua.checks import check_flags
 from bagua.engine import BucketType, Reducer, ReducerOptions, SwitchOptions
 from bagua.errors import ConfigurationError
 
+__all__ = ["DistributedModule", "ModelSwitchWrapper", "OverlappingWrapper", "bagua_init"]
+
 
 def _itself(module: torch.nn.Module) -> torch.nn.Module:
     return module

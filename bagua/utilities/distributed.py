@@ -18,13 +18,8 @@ from bagua import env
 from bagua.checks import check_kind
 from bagua.comm import Communicator, ReduceOp, as_communicator, available, init_process_group, is_initialized
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
-from bagua.utilities.rank_zero import (
-    rank_zero_debug,
-    rank_zero_deprecation,
-    rank_zero_info,
-    rank_zero_only,
-    rank_zero_warn,
-)
+from bagua.utilities import rank_zero
+from bagua.utilities.rank_zero import *  # noqa: F403 - names that it lists
 
 __all__ = [
     "AllGatherGrad",
@@ -33,16 +28,12 @@ __all__ = [
     "gather_all_tensors",
     "get_default_process_group_backend_for_device",
     "init_dist_connection",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
     "register_ddp_comm_hook",
     "sync_ddp",
     "sync_ddp_if_available",
     "tpu_distributed",
 ]
+__all__ += rank_zero.__all__
 
 _NAMED_OPS = {
     "sum": ReduceOp.SUM,

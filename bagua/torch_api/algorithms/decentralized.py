@@ -7,9 +7,5 @@ from bagua.algorithms import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 
-__all__ = [
-    "DecentralizedAlgorithm",
-    "DecentralizedAlgorithmImpl",
-    "LowPrecisionDecentralizedAlgorithm",
-    "LowPrecisionDecentralizedAlgorithmImpl",
-]
+__all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
+__all__ += ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
