@@ -61,10 +61,6 @@ class Cluster:
         """All ranks."""
         return self.hosts * self.ranks_per_host
 
-    def share_of(self, cores: int) -> float:
-        """Cores that each rank has, of those of a machine; 1 at most."""
-        return min(1.0, cores / (self.size if self.shared else self.ranks_per_host))
-
     @property
     def rate_mbit_s(self) -> float:
         """The slower direction of a link; infinite without a limit."""
@@ -193,7 +189,8 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     latency_s = pattern.messages * waiting_s + pattern.delays * cluster.delay_s
     seen = calls_like(cluster.calls, message.kind)
     if seen is not None:
-        known_s = work_s / cluster.share_of(machine.cores) + waiting_s
+        share = min(1.0, machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host))
+        known_s = work_s / share + waiting_s
         latency_s += pattern.delays * _beyond_delay_s(seen, message, cluster, known_s)
         if math.isfinite(cluster.bytes_per_s) and not cluster.delay_s:
             link_bytes *= max(1.0, seen.byte_s(own_bytes) * cluster.bytes_per_s)

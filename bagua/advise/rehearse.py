@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua.advise.facts import Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
-from bagua.algorithms import Algorithm, Exchange
+from bagua.algorithms import Algorithm
 from bagua.comm import CallRecord, rehearsal_group
 from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import ConfigurationError
@@ -232,7 +232,11 @@ def _divisible(one: ParameterFacts, ranks: int) -> ParameterFacts:
     return dataclasses.replace(one, shape=(-(-first // unit) * unit, *others))
 
 
-def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
+def _run(
+    algorithm: Algorithm, host_sizes: Sequence[int], bucket_bytes: int, parameters: Sequence[ParameterFacts]
+) -> tuple[tuple[tuple[Moment, ...], ...], tuple[Run, ...], float]:
+    """Moments of each step, all runs, and the seconds of a step beside the runs and those without an engine."""
+    steady = algorithm.exchanges(algorithm.phases[-1])
     if algorithm.in_background:
         raise ConfigurationError(
             "ranks exchange in the background, each at its own pace, so no step has a time of its own",
@@ -245,15 +249,7 @@ def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
         raise ConfigurationError(
             f"a period of {period} steps is too long to be rehearsed, at most {_MOST_STEPS} are", argument="algorithm"
         )
-    return period * -(-_LEAST_STEPS // period)
-
-
-def _run(
-    algorithm: Algorithm, host_sizes: Sequence[int], bucket_bytes: int, parameters: Sequence[ParameterFacts]
-) -> tuple[tuple[tuple[Moment, ...], ...], tuple[Run, ...], float]:
-    """Moments of each step, all runs, and the seconds of a step beside the runs and those without an engine."""
-    steady = algorithm.exchanges(algorithm.phases[-1])
-    steps = _steps_of(algorithm, steady)
+    steps = period * -(-_LEAST_STEPS // period)
     journal = _Journal([host for host, size in enumerate(host_sizes) for _ in range(size)])
     twin = _Twin(parameters, functools.partial(journal.mark, "arrival"))
     kind = algorithm.optimizer_class

@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where nothing could be measured; 130 after Ctrl-C or SIGTERM.
     """
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     before = threading.enumerate()
     status = _advise(options)
     if any(not thread.daemon for thread in threading.enumerate() if thread not in before):

@@ -49,7 +49,8 @@ class HookBuckets:
         #: Buckets of a saved state, as names.
         self._restored: list[list[str]] = []
         #: Buckets other than those of DDP in which the next backward pass is exchanged, as names; none for DDP's own.
-        self._awaited: list[list[str]] = []
+        #: Buckets in which this backward pass is to be exchanged, where they are others than DDP has.
+        self.awaited: list[list[str]] = []
         #: Complete backward passes since then, the buckets of the last one, and those of one that is under way.
         self._passes = 0
         self._last: list[list[str]] = []
@@ -59,11 +60,6 @@ class HookBuckets:
     def layout(self) -> list[list[str]]:
         """The parameters of each bucket, by their ``id``, in which the next backward pass is to be exchanged."""
         return self._restored if self._restored and self._passes < 2 else self._last
-
-    @property
-    def awaits_layout(self) -> bool:
-        """Whether this backward pass is to be exchanged in other buckets than those that DDP has."""
-        return bool(self._awaited)
 
     def note(self, index: int, parameters: Sequence[torch.Tensor], *, is_last: bool) -> None:
         """Note a bucket that DDP hands over.
@@ -76,7 +72,7 @@ class HookBuckets:
         if index == 0:
             self._coming = []
             if self._passes == 1 and not self._restored:
-                self._awaited = self._last
+                self.awaited = self._last
         self._coming.append([str(id(parameter)) for parameter in parameters])
         if is_last:
             self._last, self._passes = self._coming, self._passes + 1
@@ -88,7 +84,7 @@ class HookBuckets:
         has yet to make that pass. So the first pass after a load is exchanged in the buckets of the saved state.
         After the very first pass DDP's next buckets are not known, so the second pass takes those of the first.
         """
-        saved, self._awaited = self._awaited, []
+        saved, self.awaited = self.awaited, []
         known = {str(id(one)): one for one in parameters}
         if sorted(name for names in saved for name in names) != sorted(known):
             return []
@@ -128,7 +124,7 @@ class HookBuckets:
         self._kept = renamed(remembered, keys)
         self._places = {}
         self._restored = [[keys[name] for name in bucket if name in keys] for bucket in layout]
-        self._awaited, self._passes, self._last = self._restored, 0, []
+        self.awaited, self._passes, self._last = self._restored, 0, []
 
 
 class _Held(NamedTuple):
@@ -274,7 +270,7 @@ class HookState:
             self._held = []
         self._held.append(_Held(flat, bucket.parameters(), completion, failures))
         self._places.note(bucket.index(), self._held[-1].parameters, is_last=bucket.is_last())
-        if self._places.awaits_layout and not bucket.is_last():
+        if self._places.awaited and not bucket.is_last():
             return future
         held, self._held = self._held, []
         wait = lane.run(functools.partial(self._exchange, held, step))
@@ -301,7 +297,7 @@ class HookState:
         """Reduce buckets as they are; in two steps in others, see ``HookBuckets.take_layout``."""
         self._compare()
         layout = []
-        if self._places.awaits_layout:
+        if self._places.awaited:
             layout = self._places.take_layout([parameter for one in held for parameter in one.parameters])
         if not layout or len({one.flat.dtype for one in held}) > 1:
             for one in held:

@@ -325,17 +325,16 @@ class ShardExchange(EngineAccess):
     def _check_memory(self) -> None:
         """Refuse to exchange shards that FSDP has moved: the memory that is exchanged is not the one that trains."""
         pairs = zip(self._shards.named_parameters(), self._parameters, strict=True)
-        for (name, shard), parameter in pairs:
-            if local_of(parameter).data_ptr() != shard.data_ptr():
-                error = ConfigurationError(
-                    f"the shard of {name} lies elsewhere now",
+        moved = [name for (name, shard), parameter in pairs if local_of(parameter).data_ptr() != shard.data_ptr()]
+        if moved:
+            with self._bagua_engine.reducer.giving_up():
+                raise ConfigurationError(
+                    f"the shard of {moved[0]} lies elsewhere now",
                     argument="module",
                     expected="shards that stay where they were when exchange_shards was called",
                     seen="another tensor, as after to() or load_state_dict(assign=True)",
                     advice="Close this exchange on all ranks with bagua_close(), and call exchange_shards again.",
                 )
-                self._bagua_engine.reducer.give_up(error)
-                raise error
 
     # Weights that change between steps.
 

@@ -142,7 +142,13 @@ class BaguaStrategy(DDPStrategy):
         how = {"algorithm": self._algorithm, "grad_scaler": scaler, **self._engine_options}
         self.model = DistributedDataParallel(self.lightning_module, optimizers=self.optimizers, **how)
         if resumed is not None:
-            self._go_on_from(resumed)
+            ranks = resumed["ranks"]
+            fits = len(ranks) == get_default_group().size
+            own = ranks[self.global_rank] if fits else {"algorithm_state": ranks[0]["algorithm_state"]}
+            if "weights" in own:
+                self.lightning_module.load_state_dict(own["weights"], strict=self.lightning_module.strict_loading)
+            self._own_optimizer_states = own.get("optimizer_states")
+            self.model.bagua_load_state_dict(own["algorithm_state"])
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Tell the engine of a backward pass inside the forward pass, as manual optimization has it."""
@@ -206,16 +212,6 @@ class BaguaStrategy(DDPStrategy):
         super().load_model_state_dict(checkpoint, strict=strict)
         self._resumed = checkpoint.get(KEY)
         self._own_optimizer_states = None
-
-    def _go_on_from(self, saved: Mapping[str, Any]) -> None:
-        """Give this rank what it had; with another number of ranks, what all had in common."""
-        ranks = saved["ranks"]
-        fits = len(ranks) == get_default_group().size
-        own = ranks[self.global_rank] if fits else {"algorithm_state": ranks[0]["algorithm_state"]}
-        if "weights" in own:
-            self.lightning_module.load_state_dict(own["weights"], strict=self.lightning_module.strict_loading)
-        self._own_optimizer_states = own.get("optimizer_states")
-        self.model.bagua_load_state_dict(own["algorithm_state"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers, each rank its own where they differ."""

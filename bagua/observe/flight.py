@@ -194,8 +194,7 @@ def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
     if not paths:
         advice = "Start the job with BAGUA_FLIGHT_DIR=DIR. Ranks write there when a call fails, or on SIGUSR2."
         raise not_readable("there is no flight record here", "files calls_0.json, calls_1.json, ...", folder, advice)
-    records = [_read(path) for path in paths]
-    return {int(record["rank"]): record for record in records}
+    return {int(record["rank"]): record for record in map(_read, paths)}
 
 
 def _read(path: Path) -> Record:

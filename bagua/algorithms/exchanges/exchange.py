@@ -222,10 +222,31 @@ class Exchange:
         check_kind(str, "a word", label=self.label)
         if "buffers" in self.needs and self.parts.by == "arrival":
             object.__setattr__(self, "parts", WHOLE)
-        self._settle_points()
+        after = self.how is not None and "gradients" not in self.needs
+        at: Point = self.at or ("stepped" if after else "bucket ready")
+        check_choice(POINTS, at=at)
+        until: Point = self.until or (at if self.how is None else _FOLDED.get(at, at))
+        check_choice(POINTS, until=until)
+        object.__setattr__(self, "at", at)
+        object.__setattr__(self, "until", until)
         self.then.check(self)
-        _check_places(self)
-        at, until = self.at, self.until
+        if self.lag == 0 and POINTS.index(until) < POINTS.index(at):
+            raise ConfigurationError(
+                f"{until!r} comes before {at!r} in each step",
+                argument="lag",
+                expected="at least 1, or points in the order of a step",
+                seen=0,
+            )
+        of_buckets = at in OF_BUCKETS or until in OF_BUCKETS
+        if of_buckets and (self.parts.by != "arrival"):
+            raise ConfigurationError(
+                "only parts by arrival are there bucket by bucket",
+                argument="parts",
+                expected=f"Parts(), or other points than {' and '.join(map(repr, OF_BUCKETS))}",
+                seen=repr(self.parts),
+            )
+        if self.how is not None and self.what is None:
+            raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
         for point, touches in ((at, "gradients" in self.needs), (until, "gradients" in self.writes)):
             if touches and point not in _OF_GRADIENTS:
                 raise ConfigurationError(
@@ -237,15 +258,6 @@ class Exchange:
         _check_states(self)
         _check_contraction(self)
         _check_lag(self)
-
-    def _settle_points(self) -> None:
-        after = self.how is not None and "gradients" not in self.needs
-        at: Point = self.at or ("stepped" if after else "bucket ready")
-        check_choice(POINTS, at=at)
-        until: Point = self.until or (at if self.how is None else _FOLDED.get(at, at))
-        check_choice(POINTS, until=until)
-        object.__setattr__(self, "at", at)
-        object.__setattr__(self, "until", until)
 
     @property
     def at_once(self) -> bool:
@@ -282,27 +294,6 @@ class Exchange:
     def labelled(self, label: str) -> Exchange:
         """The same exchange with ``label`` in front of its own."""
         return dataclasses.replace(self, label=".".join(filter(None, (label, self.label))))
-
-
-def _check_places(exchange: Exchange) -> None:
-    at, until = exchange.at, exchange.until
-    if exchange.lag == 0 and POINTS.index(until) < POINTS.index(at):
-        raise ConfigurationError(
-            f"{until!r} comes before {at!r} in each step",
-            argument="lag",
-            expected="at least 1, or points in the order of a step",
-            seen=0,
-        )
-    of_buckets = at in OF_BUCKETS or until in OF_BUCKETS
-    if of_buckets and (exchange.parts.by != "arrival"):
-        raise ConfigurationError(
-            "only parts by arrival are there bucket by bucket",
-            argument="parts",
-            expected=f"Parts(), or other points than {' and '.join(map(repr, OF_BUCKETS))}",
-            seen=repr(exchange.parts),
-        )
-    if exchange.how is not None and exchange.what is None:
-        raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
 
 
 def _check_states(exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.buckets import Bucket
-from bagua.checks import check_kind, check_numbers, wrong_type
+from bagua.checks import check_kind, check_numbers
 from bagua.errors import ConfigurationError
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -49,10 +49,9 @@ class Stepping:
         scaler: torch.amp.GradScaler | None = None,
         grad_clip_norm: float = 0.0,
     ) -> None:
-        if not callable(optim_fn):
-            raise wrong_type("optim_fn", "a function of a list of (name, parameter)", optim_fn)
-        if lr_scheduler_fn is not None and not callable(lr_scheduler_fn):
-            raise wrong_type("lr_scheduler_fn", "a function of an optimizer, or None", lr_scheduler_fn)
+        check_kind(Callable, "a function of a list of (name, parameter)", optim_fn=optim_fn)  # type: ignore[arg-type]
+        kinds: Any = (Callable, NoneType)  # Which mypy takes for no classes.
+        check_kind(kinds, "a function of an optimizer, or None", lr_scheduler_fn=lr_scheduler_fn)
         check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", scaler=scaler)
         check_numbers(lambda norm: norm >= 0, "a number >= 0", grad_clip_norm=grad_clip_norm)
         self._optim_fn = optim_fn
