@@ -209,6 +209,13 @@ def test_objects_to_scatter_have_an_order(comm, wrong):
         comm.scatter_object(wrong, 0)
 
 
+def test_abort_is_told_to_the_transport_and_kept_as_the_reason(comm, transport):
+    comm.abort("the user is tired")
+    assert transport.aborts == [("it aborted the communicator: the user is tired", None)]
+    with pytest.raises(CommunicatorClosedError, match="the user is tired"):
+        comm.barrier()
+
+
 def test_closing_twice_closes_once(comm, transport):
     comm.close()
     comm.close()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup import formation, initialization
 from bagua.comm.store.asking import come_together
 from bagua.comm.store.serving import connect_store, thread_store
@@ -368,7 +367,7 @@ def test_ranks_go_on_to_the_next_backend_together_or_not_at_all(monkeypatch, agr
     monkeypatch.setattr(formation, "ProcessGroup", Refusing)
     planned = formation.StartupPlan((0, 0), [("hybrid", "hosts"), ("gloo", "all can")], "job")
     with pytest.raises(TransportUnavailableError, match=f"no {tried[-1]}"):
-        formation.connect_first(thread_store(), 0, (0, 1), planned, 1.0, Recorder())
+        formation.connect_first(thread_store(), 0, (0, 1), planned, 1.0)
     assert seen == tried
 
 

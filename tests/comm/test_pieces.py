@@ -99,7 +99,7 @@ def test_only_what_has_changed_is_fetched_again(servers):
 def test_a_source_that_lies_is_given_up(servers):
     source = servers[0].offer({"a": text(1)})
     servers[0]._catalogue.text()
-    servers[0]._contents["a"][5] ^= 1
+    servers[0]._catalogue.contents["a"][5] ^= 1
     fetch, found = fetched([source])
     assert found is None
     assert "another digest" in fetch.failures[source]
