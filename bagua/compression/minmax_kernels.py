@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 #: A block is one program, whose elements are in registers.
 _LONGEST_BLOCK = 16384
@@ -29,7 +28,7 @@ def suits(block_numel: int, dtype: torch.dtype) -> bool:
     return _SHORTEST_BLOCK <= block_numel <= _LONGEST_BLOCK and dtype != torch.float64
 
 
-def encode(flat: Tensor, first: Tensor, step: Tensor, codes: Tensor, block_numel: int) -> None:
+def encode(flat: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor, block_numel: int) -> None:
     """Write first values, steps and codes of all blocks of ``flat``."""
     with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
         _encode_kernel[(first.numel(),)](
@@ -38,7 +37,14 @@ def encode(flat: Tensor, first: Tensor, step: Tensor, codes: Tensor, block_numel
 
 
 def decode(
-    codes: Tensor, first: Tensor, step: Tensor, out: Tensor, block_numel: int, *, add: bool, limit: float
+    codes: torch.Tensor,
+    first: torch.Tensor,
+    step: torch.Tensor,
+    out: torch.Tensor,
+    block_numel: int,
+    *,
+    add: bool,
+    limit: float,
 ) -> None:
     """Write the values to ``out``, or add them; none is beyond plus and minus ``limit``."""
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from bagua.checks import check_kind, check_numbers, check_whole
 from bagua.comm import Communicator
@@ -35,7 +34,7 @@ class LowRankReducer(SumReducer):
     def _columns_of(self, block: MatrixBlock) -> int:
         return block.columns
 
-    def _first_factors(self, memory: ReducerMemory) -> Tensor:
+    def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
         columns = sum(map(self._columns_of, self.factored(memory)))
         generator = torch.Generator().manual_seed(self.seed)
         factors = torch.randn(
@@ -44,8 +43,12 @@ class LowRankReducer(SumReducer):
         return factors.to(memory.device)
 
     def _left_factors(
-        self, matrices: Sequence[Tensor], rests: Sequence[Tensor], communicator: Communicator, memory: ReducerMemory
-    ) -> list[Tensor]:
+        self,
+        matrices: Sequence[torch.Tensor],
+        rests: Sequence[torch.Tensor],
+        communicator: Communicator,
+        memory: ReducerMemory,
+    ) -> list[torch.Tensor]:
         """Orthonormal columns for each matrix, equal on all ranks; the rests are replaced by their sums."""
         rank, state = self.matrix_rank, memory.state["right_factors"]
         right = state.split_with_sizes([matrix.shape[1] for matrix in matrices])
@@ -106,7 +109,7 @@ class PowerSGDReducer(LowRankReducer):
         return (State("right_factors", self._first_factors, per="flat", scope="shared"),)
 
     def reduce(
-        self, flat: Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """See ``SumReducer.reduce``."""
         exact = summing_dtype(flat.dtype)
@@ -149,7 +152,7 @@ def _load_cuda_linalg(device: torch.device) -> None:
         torch.linalg.qr(torch.ones(1, 1, device=device))
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span those of ``matrix``; any, where these are not independent.
 
     A rank that decomposes the same numbers finds the same columns. A decomposition of zeros
@@ -157,7 +160,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
     """
     if matrix.is_cuda:
         _load_cuda_linalg(matrix.device)
-    columns: Tensor = torch.linalg.qr(matrix).Q
+    columns: torch.Tensor = torch.linalg.qr(matrix).Q
     return columns
 
 
@@ -221,7 +224,7 @@ class DionReducer(LowRankReducer):
         return min(block.rows, block.columns)
 
     def reduce(
-        self, flat: Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
+        self, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory, remainder: Remainder = None
     ) -> None:
         """See ``SumReducer.reduce``. What is left out remains in the momenta."""
         assert remainder is None, "what is lost stays here"
@@ -244,13 +247,13 @@ class DionReducer(LowRankReducer):
         flat.copy_(values)
 
 
-def _tall(flat: Tensor, block: MatrixBlock) -> Tensor:
+def _tall(flat: torch.Tensor, block: MatrixBlock) -> torch.Tensor:
     """A matrix of ``flat`` with at least as many rows as columns."""
     matrix = flat[block.offset : block.offset + block.numel].view(block.rows, block.columns)
     return matrix if block.rows >= block.columns else matrix.t()
 
 
-def _summed(parts: Sequence[Tensor], communicator: Communicator, memory: ReducerMemory) -> list[Tensor]:
+def _summed(parts: Sequence[torch.Tensor], communicator: Communicator, memory: ReducerMemory) -> list[torch.Tensor]:
     """The sums of ``parts`` over all ranks, in one message."""
     sizes = [part.numel() for part in parts]
     message = memory.buffer("right", sum(sizes), memory.state["right_factors"].dtype)

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, followed
 from bagua.compression import Codec, Metadata
@@ -15,7 +14,7 @@ from bagua.primitives.reducers import ReducerMemory, State
 from bagua.topology import Round, Turn
 
 #: Flat memory like the tensor that is mixed, by name. ``Bucket.buffer`` is one.
-Buffers = Callable[[str], Tensor]
+Buffers = Callable[[str], torch.Tensor]
 
 
 def is_global_mean(mixing: Round) -> bool:
@@ -25,7 +24,7 @@ def is_global_mean(mixing: Round) -> bool:
 
 
 def neighbour_average(
-    tensor: Tensor, mixing: Round, communicator: Communicator, buffers: Buffers, *, async_op: bool = False
+    tensor: torch.Tensor, mixing: Round, communicator: Communicator, buffers: Buffers, *, async_op: bool = False
 ) -> Work | None:
     """Replace ``tensor`` by the weighted mean of itself and what its neighbours hold.
 
@@ -80,7 +79,7 @@ def neighbour_average(
     return None
 
 
-def _take_turn(turn: Turn, received: Tensor, sent: Tensor, communicator: Communicator) -> None:
+def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:
     if turn.source is None:
         assert turn.destination is not None
         communicator.send(sent, turn.destination)
@@ -90,7 +89,9 @@ def _take_turn(turn: Turn, received: Tensor, sent: Tensor, communicator: Communi
         communicator.sendrecv(received, sent, turn.source, turn.destination)
 
 
-def hierarchical_neighbour_average(tensor: Tensor, between_hosts: Round, group: ProcessGroup, buffers: Buffers) -> None:
+def hierarchical_neighbour_average(
+    tensor: torch.Tensor, between_hosts: Round, group: ProcessGroup, buffers: Buffers
+) -> None:
     """Replace ``tensor`` by a weighted mean of the means of hosts.
 
     ``x_i <- sum_g V_hg mean(x_j, j on g)`` on every rank ``i`` of host ``h``
@@ -111,7 +112,7 @@ def hierarchical_neighbour_average(tensor: Tensor, between_hosts: Round, group: 
         tensor([1., 1., 1.])
     """
 
-    def mix(total: Tensor, leaders: Communicator) -> None:
+    def mix(total: torch.Tensor, leaders: Communicator) -> None:
         divide(total, group.local_size)
         neighbour_average(total, between_hosts, leaders, buffers)
 
@@ -164,14 +165,16 @@ class DifferenceExchange:
         self._mixing = mixing
         self._codec = codec
         self._mark = zlib.crc32(repr(mixing).encode()) + 1
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     @staticmethod
     def state() -> tuple[State, ...]:
         """The estimates, which the first exchange starts, and ``started``: what tells their mixing from others."""
         return (State("estimate"), State("neighbours"), State("started", _not_started, per="flat"))
 
-    def run(self, tensor: Tensor, communicator: Communicator, state: dict[str, Tensor], step: int = 0) -> None:
+    def run(
+        self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor], step: int = 0
+    ) -> None:
         """Replace ``tensor`` by the new estimate, and bring ``state`` up to date.
 
         Args:
@@ -202,7 +205,7 @@ class DifferenceExchange:
         estimate.add_(own)
         tensor.copy_(estimate)
 
-    def _receive(self, sent: Tensor, communicator: Communicator) -> list[tuple[float, Tensor]]:
+    def _receive(self, sent: torch.Tensor, communicator: Communicator) -> list[tuple[float, torch.Tensor]]:
         """The neighbours' compressed differences, with their weights."""
         turns = self._mixing.turns(communicator.rank)
         rows = self._buffer("received", communicator, sent, len(turns) * sent.numel()).view(len(turns), sent.numel())
@@ -214,10 +217,10 @@ class DifferenceExchange:
         self,
         name: str,
         communicator: Communicator,
-        like: Tensor,
+        like: torch.Tensor,
         numel: int | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    ) -> torch.Tensor:
         """Memory for one call, which the next call uses again: to map new pages takes longer than to write them."""
         numel, dtype = like.numel() if numel is None else numel, dtype or like.dtype
         found = self._buffers.get((name, dtype, like.device))
@@ -225,7 +228,7 @@ class DifferenceExchange:
             found = self._buffers[name, dtype, like.device] = communicator.empty(numel, dtype=dtype, device=like.device)
         return found[:numel]
 
-    def _start(self, tensor: Tensor, communicator: Communicator, state: dict[str, Tensor]) -> None:
+    def _start(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
         """The first exchange: everyone's weights in full precision."""
         precise = tensor.to(state["estimate"].dtype)
         finite = torch.tensor([int(_is_finite(precise))], dtype=torch.int32, device=tensor.device)
@@ -242,10 +245,10 @@ class DifferenceExchange:
             state["started"].fill_(self._mark)
 
 
-def _not_started(_: ReducerMemory) -> Tensor:
+def _not_started(_: ReducerMemory) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: torch.Tensor) -> bool:
     """A sum is the cheapest test; the rare sum that overflows is looked at again."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
