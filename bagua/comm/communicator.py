@@ -81,6 +81,11 @@ class Communicator:
         return self.pipeline.timeout_s
 
     @property
+    def lost(self) -> tuple[int, str] | None:
+        """The global rank whose loss broke the communicator, and what it did; None if that is not what happened."""
+        return self.pipeline.lost
+
+    @property
     def usable(self) -> bool:
         """Whether calls are still possible: neither closed nor broken."""
         return self.pipeline.usable

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua.comm.objects import decode, encode, encode_failure
-from bagua.comm.operands import check_rank, reduction_name
+from bagua.comm.operands import Intake, check_rank, reduction_name
 from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp, copy_pieces
 from bagua.comm.work import Steps, Work, joined
@@ -322,7 +322,7 @@ def allreduce_coalesced(
     for tensor in tensors:
         communicator.intake.check(tensor, "tensors")
         reduction_name(op, tensor.dtype)
-    return _coalesced(communicator, tensors, partial(communicator.allreduce, op=op), async_op, timeout)
+    return _coalesced(communicator.intake, tensors, partial(communicator.allreduce, op=op), async_op, timeout)
 
 
 def broadcast_coalesced(
@@ -343,7 +343,8 @@ def broadcast_coalesced(
         timeout: deadline of each message.
     """
     root = check_rank(root, communicator.size, "root")
-    return _coalesced(communicator, _listed(tensors), partial(communicator.broadcast, root=root), async_op, timeout)
+    call = partial(communicator.broadcast, root=root)
+    return _coalesced(communicator.intake, _listed(tensors), call, async_op, timeout)
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -355,13 +356,9 @@ def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _coalesced(
-    communicator: Caller,
-    tensors: list[torch.Tensor],
-    call: Callable[..., Work | None],
-    async_op: bool,
-    timeout: Timeout,
+    intake: Intake, tensors: list[torch.Tensor], call: Callable[..., Work | None], async_op: bool, timeout: Timeout
 ) -> Work | None:
-    targets = [communicator.intake.in_place(tensor, "tensors") for tensor in tensors]
+    targets = [intake.in_place(tensor, "tensors") for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for plain, _ in targets:
         alike.setdefault((plain.dtype, plain.device), []).append(plain)

@@ -420,7 +420,7 @@ class ProcessGroup:
     def _end(self, communicator: Communicator) -> None:
         """Close ``communicator``. If this rank ends because it lost a member, the others name that one."""
         recorder = self.recorder
-        recorder.lost = recorder.lost or next(filter(None, (one.pipeline.lost for one in self._made)), None)
+        recorder.lost = recorder.lost or next(filter(None, (one.lost for one in self._made)), None)
         try:
             if recorder.lost is not None and recorder.lost[0] in self.ranks:
                 culprit, reason = recorder.lost

@@ -25,25 +25,17 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BOOL = frozenset({torch.bool})
-_FLOAT8 = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-)
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
 _REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
 _COPIED = _FLOAT8 | {torch.uint16, torch.uint32, torch.uint64}
 #: The dtypes that collectives carry; those that are only copied among them.
 COMMUNICABLE = _REDUCIBLE | _COPIED
 
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
-    "sum": _REDUCIBLE,
-    "product": _REDUCIBLE,
-    "min": _FLOATS | _INTEGERS | _BOOL,
-    "max": _FLOATS | _INTEGERS | _BOOL,
+    **dict.fromkeys(("sum", "product"), _REDUCIBLE),
+    **dict.fromkeys(("min", "max"), _FLOATS | _INTEGERS | _BOOL),
     "avg": _FLOATS | _COMPLEX,
-    "band": _INTEGERS | _BOOL,
-    "bor": _INTEGERS | _BOOL,
-    "bxor": _INTEGERS | _BOOL,
+    **dict.fromkeys(("band", "bor", "bxor"), _INTEGERS | _BOOL),
 }
 
 #: One look-up answers both "is this legal" and "what is it called".
@@ -51,12 +43,8 @@ _LEGAL = {(op, dtype): name for name, op in OPERATIONS.items() for dtype in _ALL
 
 #: Reductions of bool, expressed on its bytes (0 or 1).
 BOOL_AS_BYTES = {
-    "sum": "max",
-    "max": "max",
-    "bor": "max",
-    "product": "min",
-    "min": "min",
-    "band": "min",
+    **dict.fromkeys(("sum", "max", "bor"), "max"),
+    **dict.fromkeys(("product", "min", "band"), "min"),
     "bxor": "bxor",
 }
 

@@ -11,21 +11,18 @@ import torch.distributed as dist
 
 ReduceOp = dist.ReduceOp
 
-#: By name.
-OPERATIONS: dict[str, Any] = {
-    name: getattr(ReduceOp, name.upper()) for name in ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
-}
-
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
-    "avg": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    "avg": torch.add,
     "band": torch.bitwise_and,
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+#: By name.
+OPERATIONS: dict[str, Any] = {name: getattr(ReduceOp, name.upper()) for name in _FOLDS}
 
 
 def wide_dtype(dtype: torch.dtype, name: str) -> torch.dtype:

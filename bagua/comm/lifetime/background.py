@@ -137,11 +137,10 @@ class BackgroundThread:
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Let what was submitted finish, end the thread, and say whether it ended in time."""
         with self._lock:
-            first = not self._stopped
-            self._stopped = True
-            thread = self._thread
-            if first:
+            if not self._stopped:
+                self._stopped = True
                 self._queue.put(None)
+            thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(timeout_s)
@@ -263,6 +262,9 @@ class _Closer:
         #: Never held while a finalizer may need it.
         self._guard = threading.Lock()
 
+    #: In a forked child: the thread, and what it has to close, are the parent's.
+    disown = _begin
+
     def watch(self, owner: object, belongings: Closable) -> Callable[[], None]:
         """Close ``belongings`` soon after ``owner`` is garbage, as soon as they are idle.
 
@@ -316,10 +318,6 @@ class _Closer:
             self._stopping = True
             self._wake.set()
             thread.join(_FAREWELL_S)
-
-    def disown(self) -> None:
-        """In a forked child: the thread, and what it has to close, are the parent's."""
-        self._begin()
 
 
 def _hand_over(to: deque[tuple[Closable, int]], wake: Wake, belongings: Closable, owners: int) -> None:

@@ -53,8 +53,7 @@ class Family:
         self.generation = 0
         self._first: weakref.WeakSet[Disowned] = weakref.WeakSet()
         self._members: weakref.WeakSet[Disowned] = weakref.WeakSet()
-        if hasattr(os, "register_at_fork"):  # Windows has no fork.
-            os.register_at_fork(after_in_child=self._disown_all)
+        os.register_at_fork(after_in_child=self._disown_all)
 
     def add(self, member: Disowned, *, first: bool = False) -> None:
         """Have ``member`` disowned in each forked child of this process, as long as it lives.

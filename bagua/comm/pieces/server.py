@@ -71,7 +71,6 @@ class PieceServer:
         self._now = now
         self._key = uuid.uuid4().hex
         self._number = 0
-        self._contents: dict[str, memoryview] = {}
         self._catalogue: _Later | None = None
         self._server: _Server | None = None
         self._forked = False
@@ -90,8 +89,7 @@ class PieceServer:
         if self._server is None:
             self._server = _Server((own_address(), 0), self._answer)
         self._number += 1
-        self._contents = {name: memoryview(content) for name, content in contents.items()}
-        self._catalogue = _Later(self._contents, fill)
+        self._catalogue = _Later(contents, fill)
         host, port = self._server.server_address[:2]
         return Source(str(host), int(port), self._key, self._number)
 
@@ -103,11 +101,11 @@ class PieceServer:
 
     def withdraw(self) -> None:
         """Offer nothing any more, and give the memory back."""
-        self._contents, self._catalogue = {}, None
+        self._catalogue = None
 
     def _answer(self, question: list[Any]) -> bytes | memoryview | None:
         """What is said to ``[key, "now"]``, ``[key, number]`` or ``[key, number, name, piece]``; None for nothing."""
-        contents, catalogue, number = self._contents, self._catalogue, self._number
+        catalogue, number = self._catalogue, self._number
         key, what, *place = question
         if key != self._key:
             return None
@@ -118,7 +116,7 @@ class PieceServer:
         if not place:
             return catalogue.text()
         name, piece = place
-        return contents[name][piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+        return catalogue.contents[name][piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
 
     def close(self) -> None:
         """End all threads and connections. Idempotent."""
@@ -133,19 +131,21 @@ class PieceServer:
 
 
 class _Later:
-    """The digests of all pieces, taken in another thread and waited for when they are asked for."""
+    """What is offered, and the digests of all pieces, taken in another thread and waited for when asked for."""
 
-    def __init__(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
+    def __init__(self, contents: Mapping[str, Memory], fill: Callable[[], None]) -> None:
+        self.contents = {name: memoryview(content) for name, content in contents.items()}
         self._text = b""
         self.filled = threading.Event()
-        self._thread = daemon("bagua-digests", self._take, contents, fill)
+        self._thread = daemon("bagua-digests", self._take, fill)
 
-    def _take(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
+    def _take(self, fill: Callable[[], None]) -> None:
         try:
             fill()
         finally:
             self.filled.set()
-        found = {name: [len(content), list(map(digest_of, pieces_of(content)))] for name, content in contents.items()}
+        named = self.contents.items()
+        found = {name: [len(content), list(map(digest_of, pieces_of(content)))] for name, content in named}
         self._text = json.dumps(found).encode()
 
     def text(self) -> bytes:
@@ -263,20 +263,17 @@ class PieceShelf:
         self.withdraw()
         self._number += 1
         source = Source(_BUCKET, 0, self._key, self._number)
-        views = {name: memoryview(content) for name, content in contents.items()}
-        self._catalogue, self._over = _Later(views, fill), threading.Event()
-        self._thread = daemon("bagua-shelf", self._serve, source, views, self._catalogue, self._over)
+        self._catalogue, self._over = _Later(contents, fill), threading.Event()
+        self._thread = daemon("bagua-shelf", self._serve, source, self._catalogue, self._over)
         return source
 
-    def _serve(
-        self, source: Source, contents: Mapping[str, memoryview], catalogue: _Later, over: threading.Event
-    ) -> None:
+    def _serve(self, source: Source, catalogue: _Later, over: threading.Event) -> None:
         """Put the pieces, then what says which there are; delete all of it when the offer is over."""
         if not (text := catalogue.text()):
             return
         objects = {
             _object(source.key, [source.number, name, piece]): part
-            for name, content in contents.items()
+            for name, content in catalogue.contents.items()
             for piece, part in enumerate(pieces_of(content))
         }
         objects[_object(source.key, [source.number])] = memoryview(text)

@@ -160,18 +160,14 @@ class Deadlocks:
     # What all ranks say.
 
     def _judge(self, rank: int, own: Standstill) -> CollectiveMismatchError | None:
-        store = self._board()
+        self._connection = self._connection or job_board(self._store)
+        store = PrefixStore(f"bagua/waits/{self._recorder.job}", self._connection)
         store.set(str(rank), json.dumps([own, time.monotonic_ns()]))
         found = self._read(store, rank)
         same = {one: report for one, (report, beat) in found.items() if self._is_same(one, report, beat)}
         self._seen = found
         verdict = self._agreed(store, rank, own, {one: same[one] for one in stuck(same)})
         return None if verdict is None else _error(rank, verdict)
-
-    def _board(self) -> Store:
-        """Where the ranks of the job say it."""
-        self._connection = self._connection or job_board(self._store)
-        return PrefixStore(f"bagua/waits/{self._recorder.job}", self._connection)
 
     def _is_same(self, rank: int, report: Standstill, beat: int) -> bool:
         before = self._seen.get(rank)

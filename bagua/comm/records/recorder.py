@@ -495,14 +495,13 @@ def in_background(recorder: Recorder | None = None) -> Iterator[None]:
         recorder: record of the rank, if the code that computes gave it this to do; None if it began by itself.
     """
     before, here.background = here.background, True
-    if recorder is not None:
-        recorder.beside.add(get_ident())
+    beside = set[int]() if recorder is None else recorder.beside
+    beside.add(get_ident())
     try:
         yield
     finally:
         here.background = before
-        if recorder is not None:
-            recorder.beside.discard(get_ident())
+        beside.discard(get_ident())
 
 
 class Observer(Protocol):

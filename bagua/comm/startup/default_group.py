@@ -168,6 +168,11 @@ class WorldHolder:
 
     def __init__(self) -> None:
         self.process_world: World | None = None
+        #: Stores that this process hosts for a job without an agent, by process and port. They end with the process:
+        #: after ``destroy_process_group`` faster ranks may be back already, and must not meet at one that is about to
+        #: close.
+        self.hosted: dict[tuple[int, str], dist.Store] = {}
+        family.add(self)
         self.exit_registered = False
         self._hook: Callable[..., object] | None = None
         self.context: contextvars.ContextVar[World | None] = contextvars.ContextVar("bagua_world", default=None)
@@ -207,6 +212,10 @@ class WorldHolder:
         world, self.process_world = self.process_world, None
         if world is not None and world.process == os.getpid():
             run_all([lambda: world.abort(uncaught_error()), world.close])
+
+    def disown(self) -> None:
+        """In a forked child: the threads that serve the stores are the parent's."""
+        leak(list(self.hosted.values()))
 
 
 holder = WorldHolder()

@@ -34,7 +34,7 @@ from bagua.comm.transports.contract import DONE, Data, Handle, Transport
 from bagua.comm.transports.failure import advice_on_interfaces, own_address
 from bagua.comm.transports.registry import backend_refusal, register_transport
 from bagua.comm.transports.shm.attach import host_identity
-from bagua.comm.transports.shm.transport import shm_expected, shm_refusal
+from bagua.comm.transports.shm.transport import shm_refusal, shm_unsupported
 from bagua.errors import (
     CollectiveMismatchError,
     CommunicationError,
@@ -311,13 +311,7 @@ def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, rank
 
 
 def connect_first(
-    store: dist.Store,
-    rank: int,
-    ranks: Sequence[int],
-    planned: StartupPlan,
-    timeout_s: float,
-    recorder: Recorder,
-    label: str = "world",
+    store: dist.Store, rank: int, ranks: Sequence[int], planned: StartupPlan, timeout_s: float, label: str = "world"
 ) -> ProcessGroup:
     """The group on the first backend that all of its members can use.
 
@@ -330,10 +324,9 @@ def connect_first(
         ranks: global rank of each member.
         planned: hosts of the members, and the backends to try, as ``plan`` found them.
         timeout_s: default deadline of every call, in seconds.
-        recorder: record of the calls of this rank.
         label: name of the group in messages.
     """
-    refused = ""
+    refused, recorder = "", Recorder()
     nodes, choices, recorder.job = planned
     for number, (backend, reason) in enumerate(choices):
         members = dist.PrefixStore(f"world{number}", store)
@@ -360,7 +353,7 @@ def _warn_of_gloo(reason: str) -> None:
     """Say once for each reason why Gloo connects ranks of one host that usually share memory."""
     if reason == SHARED_GPUS:
         _log.warning("%s: Gloo carries CUDA tensors by way of the CPU. backend='gloo' silences this warning", reason)
-    elif shm_expected():
+    elif not shm_unsupported():
         _log.warning(
             "processes of this host cannot share memory, so Gloo connects them: small calls take about ten times as "
             "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",

@@ -16,9 +16,8 @@ from typing_extensions import Never
 from bagua import env
 from bagua.checks import check_kind
 from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.recorder import Place, Recorder, observers
+from bagua.comm.records.recorder import Place, observers
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.store.asking import Beats, meeting
@@ -126,7 +125,7 @@ def init_process_group(
     if owns_torch:
         _init_torch(store, rank, planned.nodes, backend, timeout_s)
     try:
-        group = connect_first(store, rank, ranks, planned, timeout_s, Recorder())
+        group = connect_first(store, rank, ranks, planned, timeout_s)
     except BaseException:
         if owns_torch:
             dist.destroy_process_group()
@@ -196,26 +195,6 @@ def _without_torch(
 # How ranks find each other: who this process is, and the store where all of them meet.
 
 
-class _Hosted:
-    """Stores that this process hosts for a job without an agent. They end with the process.
-
-    After ``destroy_process_group`` faster ranks may be back already, and must not meet at
-    a store that is about to close.
-    """
-
-    def __init__(self) -> None:
-        #: By process and port.
-        self.stores: dict[tuple[int, str], dist.Store] = {}
-        family.add(self)
-
-    def disown(self) -> None:
-        """In a forked child: the thread that serves them is the parent's."""
-        leak(list(self.stores.values()))
-
-
-_hosted = _Hosted()
-
-
 def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Rank and world size from the arguments, else from the launcher, else a single process.
 
@@ -262,7 +241,7 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         )
     agent_hosts = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent_hosts:
-        store = _hosted.stores[os.getpid(), port] = _host_store(address, int(port), timeout_s)
+        store = holder.hosted[os.getpid(), port] = _host_store(address, int(port), timeout_s)
     else:
         store = _join_store(address, int(port), rank, timeout_s, by_agent=agent_hosts)
     # A restarted job must not read what the failed attempt left in the agent's store.

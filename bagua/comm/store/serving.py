@@ -96,7 +96,8 @@ class EtcdStore(PolledStore):
                 except ConfigurationError:  # No other server says otherwise.
                     raise
                 except (OSError, http.client.HTTPException, ValueError) as error:
-                    self._next_server()
+                    self.close()
+                    self._turn += 1
                     if time.monotonic() > deadline:
                         raise DistNetworkError(f"no server of etcd answered within {self._limit_s:g} s") from error
                     if self._turn % len(self._servers) == 0:
@@ -116,9 +117,12 @@ class EtcdStore(PolledStore):
             raise http.client.HTTPException(f"{response.status}: {text[:200]!r}")
         try:
             answer: dict[str, Any] = json.loads(text)
-            self._check_cluster(answer["header"]["cluster_id"])
+            cluster = answer["header"]["cluster_id"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no answer of etcd: {text[:200]!r}") from error
+        self._cluster = self._cluster or cluster
+        if cluster != self._cluster:
+            raise DistNetworkError(f"the servers belong to two clusters of etcd: {self._cluster} and {cluster}")
         return answer
 
     def _refusal(self, status: int, text: bytes) -> ConfigurationError:
@@ -131,15 +135,6 @@ class EtcdStore(PolledStore):
             expected="a server of etcd 3.4 or later, without authentication",
             seen=f"status {status}: {text[:200].decode(errors='replace')}",
         )
-
-    def _check_cluster(self, cluster: str) -> None:
-        self._cluster = self._cluster or cluster
-        if cluster != self._cluster:
-            raise DistNetworkError(f"the servers belong to two clusters of etcd: {self._cluster} and {cluster}")
-
-    def _next_server(self) -> None:
-        self.close()
-        self._turn += 1
 
     def close(self) -> None:
         """See ``PolledStore``. The next request connects again."""

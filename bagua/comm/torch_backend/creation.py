@@ -17,7 +17,6 @@ from bagua.comm.group import solo_group
 from bagua.comm.lifetime.background import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.group import TorchGroup, leave_at_exit
 from bagua.comm.torch_backend.starter import CallStarter, Connected, CpuStandIn, TorchBackendOptions
@@ -99,7 +98,7 @@ def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, *
     of_nccl = _split_options(options)[1]
     configure_log()
     planned = plan(part, rank, ranks, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
-    members = connect_first(part, rank, ranks, planned, timeout_s, Recorder(), f"torch/{name}")
+    members = connect_first(part, rank, ranks, planned, timeout_s, f"torch/{name}")
     of_gloo = dist.PrefixStore("gloo", part)
     stand_in = CpuStandIn(of_gloo, rank, len(ranks), timedelta(seconds=timeout_s), len(set(planned.nodes)))
     backends = {"cuda": _nccl(part, rank, len(ranks), timeout_s, ranks, name, of_nccl)} if _serves_cuda() else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -178,6 +178,10 @@ _DEFAULTS: dict[str, Any] = {"opts": None, "op": None, "timeout": None}
 _FIELDS = {"op": "reduceOp", "rank": "rootRank", "timeout": "timeout"}
 
 
+#: Name and kind of each parameter.
+_Form = list[tuple[str, str]]
+
+
 def takes(options: type, *forms: str, anywhere: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method of a group take its arguments in all forms of torch, and leave the call to who serves its device.
 
@@ -202,7 +206,7 @@ def takes(options: type, *forms: str, anywhere: bool = False) -> Callable[[Calla
             usual = len(arguments) == count and type(arguments[-1]) is options and not keywords
             # Options alone do not tell: torch takes a tensor for a list of its rows.
             if not usual or (nested and type(arguments[0]) is not list):
-                arguments = _usual(method.__name__, options, lists, parsed, arguments, keywords)
+                arguments = _usual(method.__name__, options, parsed, arguments, keywords)
             if not anywhere and (other := self.elsewhere(arguments[told_by])):
                 return method_of(other, method.__name__)(*arguments)
             return made(self, *arguments)
@@ -218,18 +222,13 @@ def _parameter(word: str) -> tuple[str, str]:
 
 
 def _usual(
-    name: str,
-    options: type,
-    lists: Sequence[str],
-    forms: list[list[tuple[str, str]]],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
+    name: str, options: type, forms: list[_Form], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
     """The arguments in the form that the method takes."""
     for form in forms:
         values = _bind(form, options, arguments, keywords)
         if values is not None:
-            return _converted(options, lists, form, values)
+            return _converted(options, forms[0], form, values)
     given = [type(value).__name__ for value in arguments]
     given += [f"{key}={type(value).__name__}" for key, value in keywords.items()]
     raise InvalidTypeError(
@@ -240,9 +239,7 @@ def _usual(
     )
 
 
-def _bind(
-    form: list[tuple[str, str]], options: type, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> dict[str, Any] | None:
+def _bind(form: _Form, options: type, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any] | None:
     """The value of each parameter of a form; None if the arguments are not in that form."""
     names = [name for name, _ in form]
     values = dict(zip(names, arguments, strict=False))
@@ -262,15 +259,13 @@ def _bind(
     return values
 
 
-def _converted(
-    options: type, lists: Sequence[str], form: list[tuple[str, str]], values: dict[str, Any]
-) -> tuple[Any, ...]:
+def _converted(options: type, usual: _Form, form: _Form, values: dict[str, Any]) -> tuple[Any, ...]:
     own = values.get("opts") or options()
     converted: list[Any] = []
     for name, kind in form:
         value = values[name]
-        if len(converted) < len(lists):
-            wanted = lists[len(converted)]
+        if len(converted) < len(usual) - 1:  # The last one are the options.
+            _, wanted = usual[len(converted)]
             converted.append(value if wanted in (kind, "sizes") else [value])
         elif kind in _FIELDS and value is not None:
             setattr(own, _FIELDS[kind], value)

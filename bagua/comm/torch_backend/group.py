@@ -10,7 +10,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -252,6 +252,13 @@ class TorchGroup(dist.ProcessGroup):
         """Start ``call``, which takes a communicator and ``arguments``."""
         return self._starter.start(opts, outputs, [partial(call, self._starter.collectives, *arguments)])
 
+    def _make_each(
+        self, opts: Any, outputs: list[Tensor], call: Callable[..., Any], pairs: Iterable[Any], *arguments: Any
+    ) -> Any:
+        """Start ``call`` with each of ``pairs`` and ``arguments``, as one work."""
+        calls = [partial(call, self._starter.collectives, *pair, *arguments) for pair in pairs]
+        return self._starter.start(opts, outputs, calls)
+
     # What C++ calls.
 
     @takes(c10d.AllreduceOptions, "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
@@ -303,15 +310,15 @@ class TorchGroup(dist.ProcessGroup):
         require_equal("output lists, one for each tensor", len(tensors), len(output_lists))
         for outputs in output_lists:
             require_equal("output tensors", len(tensors) * self.members.size, len(outputs))
-        flat = rows_for([output for outputs in output_lists for output in outputs])[: len(output_lists[0])]
+        every = [output for outputs in output_lists for output in outputs]
+        flat = rows_for(every)[: len(output_lists[0])]
         source = tensors[0] if len(tensors) == 1 else rows_of(tensors)
 
         def finish() -> None:
             for outputs in output_lists:
                 copy_pieces(outputs, flat.unbind())
 
-        outputs = [output for outputs in output_lists for output in outputs]
-        return self._starter.start(opts, outputs, [partial(self._starter.collectives.allgather, flat, source)], finish)
+        return self._starter.start(opts, every, [partial(self._starter.collectives.allgather, flat, source)], finish)
 
     @takes(c10d.AllgatherOptions, "outputs:list inputs:list opts", anywhere=True)
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
@@ -319,9 +326,7 @@ class TorchGroup(dist.ProcessGroup):
         if other := self.elsewhere(tensors):
             return as_one(other, "all_gather_single", outputs, tensors, opts)
         require_equal("output tensors", len(tensors), len(outputs))
-        pairs = zip(outputs, tensors, strict=True)
-        calls = [partial(self._starter.collectives.allgather, *pair) for pair in pairs]
-        return self._starter.start(opts, outputs, calls)
+        return self._make_each(opts, outputs, Communicator.allgather, zip(outputs, tensors, strict=True))
 
     @takes(
         c10d.ReduceScatterOptions, "output_tensors:list input_tensors:lists opts", "output:tensor input:list op timeout"
@@ -338,8 +343,7 @@ class TorchGroup(dist.ProcessGroup):
             return as_one(other, "reduce_scatter_single", outputs, tensors, opts)
         require_equal("input tensors", len(outputs), len(tensors))
         pairs = zip(outputs, tensors, strict=True)
-        calls = [partial(self._starter.collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
-        return self._starter.start(opts, outputs, calls)
+        return self._make_each(opts, outputs, Communicator.reduce_scatter, pairs, opts.reduceOp.op)
 
     @takes(
         c10d.AllToAllOptions,
@@ -385,9 +389,8 @@ class TorchGroup(dist.ProcessGroup):
         per_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         if other := self._starter.elsewhere(first(tensors)):
             return other.allgather(per_tensor, tensors, opts)
-        pairs = zip(per_tensor, tensors, strict=True)
-        calls = [partial(allgather_tensors, self._starter.collectives, *pair) for pair in pairs]
-        return self._starter.start(opts, [output for outputs in per_tensor for output in outputs], calls)
+        outputs = [output for outputs in per_tensor for output in outputs]
+        return self._make_each(opts, outputs, allgather_tensors, zip(per_tensor, tensors, strict=True))
 
     @takes(c10d.ReduceScatterOptions, "outputTensor:tensor inputTensor:tensor opts")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:

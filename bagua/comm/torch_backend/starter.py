@@ -22,7 +22,7 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
 from bagua.comm.store.keys import behind_token, bounded
 from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
-from bagua.comm.torch_backend.work import BackwardWatch, CallbackThread, PlainFutures, TorchWork, in_callback
+from bagua.comm.torch_backend.work import BackwardWatch, Callbacks, CallbackThread, PlainFutures, TorchWork, in_callback
 from bagua.comm.torch_private import end_coalescing, gloo_options, set_default_timeout, start_coalescing
 from bagua.comm.transports.failure import own_address
 from bagua.comm.work import Work, joined
@@ -227,7 +227,7 @@ class CallStarter:
         self.store, self.members, self._stand_in, self.backends = connected
         self.messages = self.members.global_communicator
         self.messages.share()  # Threads may share a group of torch.
-        self.callbacks: CallbackThread | PlainFutures = PlainFutures()
+        self.callbacks: Callbacks = PlainFutures()
         if self._options.ordered_callbacks:
             self.callbacks = CallbackThread(f"bagua-{self.members.label}-callbacks")
         #: Connected by the first collective call in a callback.

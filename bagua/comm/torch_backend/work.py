@@ -289,6 +289,9 @@ class PlainFutures:
         """Nothing is to be ended."""
 
 
+#: What makes the futures of works.
+Callbacks = CallbackThread | PlainFutures
+
 _NO_TIMEOUT = timedelta()
 #: Looked up once, as works are made in each call; so are their slots filled more quickly than a dictionary.
 _begin = torch_private.Work.__init__
@@ -307,12 +310,7 @@ class TorchWork(torch_private.Work):
     __slots__ = ("_callbacks", "_is_message", "_outputs", "_was_awaited", "pending")
 
     def __init__(
-        self,
-        work: Work | None,
-        outputs: Sequence[torch.Tensor],
-        callbacks: CallbackThread | PlainFutures,
-        *,
-        is_message: bool = False,
+        self, work: Work | None, outputs: Sequence[torch.Tensor], callbacks: Callbacks, *, is_message: bool = False
     ) -> None:
         _begin(self)
         self.pending = work

@@ -16,7 +16,7 @@ import json
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -28,8 +28,8 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.background import bounded
 from bagua.comm.reduction import fold
 from bagua.comm.store.bucket import bucket_of
-from bagua.comm.transports.contract import DONE, Data, Handle, Membership, Transport
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lanes
+from bagua.comm.transports.contract import DONE, Data, Handle, Membership
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lanes, LanesTransport
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import (
     CollectiveMismatchError,
@@ -58,7 +58,7 @@ _MOST_NAMES, _MOST_BYTES = 32, 1024 * 1024
 _FAREWELL_S = 2.0
 
 
-class BucketTransport(Transport):
+class BucketTransport(LanesTransport):
     """Collectives over the bucket that keeps the store of the members.
 
     Args:
@@ -103,14 +103,6 @@ class BucketTransport(Transport):
         task = partial(self._run, call, source, target, deadline)
         return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)
 
-    def share(self) -> None:
-        """See ``Transport.share``."""
-        self._lanes.shared = True
-
-    def idle(self) -> bool:
-        """See ``Transport.idle``."""
-        return not self._lanes.busy()
-
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """End the calls here, and leave word for those who wait."""
         if self._ended.is_set():
@@ -123,9 +115,7 @@ class BucketTransport(Transport):
 
     def close(self) -> None:
         """Let calls finish for a second. What others may still read stays, until the next communicator deletes it."""
-        if not self._lanes.stop(timeout_s=1.0):
-            self.abort("it closed its communicator with calls under way")
-            self._lanes.stop(timeout_s=1.0)
+        self._stop_lanes()
         self._ended.set()
         self._bucket.leftovers += [*self._put, *self._older]
         self._put, self._older = {}, []
@@ -313,7 +303,8 @@ class _Exchange:
             return
         name, room = self._name(owner, part), _bytes_of(into)
         begin = start * into.element_size()
-        for first, last in _pieces(len(room)):
+        for first in range(0, len(room), PIECE_BYTES):
+            last = min(first + PIECE_BYTES, len(room))
             found = self._transport.get(name, owner, begin + first, last - first, self._deadline)
             if len(found) != last - first:  # Not written by a member: these are as long as the call, or not there.
                 raise CollectiveMismatchError(
@@ -331,12 +322,6 @@ class _Exchange:
 def _cut(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     """Parts of so many elements."""
     return [flat[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
-
-
-def _pieces(length: int) -> Iterator[tuple[int, int]]:
-    """Where each piece of so many bytes begins and ends."""
-    for first in range(0, length, PIECE_BYTES):
-        yield first, min(first + PIECE_BYTES, length)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -222,7 +222,7 @@ class Transport(ABC):
         name: name in logs and ``ProcessGroup.backend``, ``gloo`` for example.
         device_types: ``torch.device.type`` of the tensors it can take.
         compares_calls: True if ``start`` itself detects ranks that disagree. If not,
-            the communicator puts ``comm/checked.py`` in front when debugging is on.
+            the registry puts a ``CheckedTransport`` in front when debugging is on.
         executor: place in which the engine should run an exchange on this transport, by
             measurement: started in the calling thread, because calls go on by themselves;
             in one background thread, in order; or on a communication stream.

@@ -268,9 +268,8 @@ class Mailbox:
         for connection, _ in self._letters:
             connection.close()
 
-    def disown(self) -> None:
-        """In a forked child: do not make the parent look alive when it is gone."""
-        self.close()
+    #: In a forked child: do not make the parent look alive when it is gone.
+    disown = close
 
 
 class _Round:

@@ -27,7 +27,7 @@ from bagua.comm.store.asking import refuse_together
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.contract import Data, Handle, Membership, SoloTransport, Transport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes, LanesTransport
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.errors import CommunicationError, blame
@@ -57,8 +57,6 @@ class _Part:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.size = transport.size
-        self.rank = transport.rank
         self._numbers = itertools.count(1)
 
     def start(
@@ -164,12 +162,8 @@ class _Slices:
                 self._fail(error)
             self._turns.put(turn)
         if self._errors:
-            first = self._errors[0]
-            self._errors = []
-            try:
-                raise first
-            finally:
-                del first  # Its traceback holds this frame.
+            del self._errors[1:]
+            raise self._errors.pop()  # No name of this frame, which its traceback holds, holds it.
 
     def _fail(self, error: BaseException) -> None:
         """Break the communicator: on other ranks the next call of this one must not meet the rest of this call."""
@@ -177,7 +171,7 @@ class _Slices:
         self._give_up(error)
 
 
-class HybridTransport(Transport):
+class HybridTransport(LanesTransport):
     """Shared memory inside each host, Gloo between hosts.
 
     Args:
@@ -262,13 +256,9 @@ class HybridTransport(Transport):
         culprit, reason = blame(error, self.membership.ranks[self.rank], str(call))
         self.abort(reason, culprit)
 
-    def share(self) -> None:
-        """See ``MemoryTransport.share``; Gloo's calls go on by themselves."""
-        self._lanes.shared = True
-
     def _through_leaders(self, call: Call, flat: torch.Tensor, deadline: Deadline) -> None:
         """Few bytes: to the first rank of each host, between these, and back."""
-        reduction, numel, leader = _without_division(call.reduction), flat.numel(), self._local.rank == 0
+        reduction, numel, leader = _without_division(call.reduction), flat.numel(), self._local.transport.rank == 0
         with torch.inference_mode(flat.is_inference()):
             self._local.start("reduce", reduction, flat, flat, numel, deadline, root=0)()
             if leader:
@@ -281,8 +271,8 @@ class HybridTransport(Transport):
         """Reduce ``piece`` inside the host, and start what goes between hosts; what is returned gathers the result."""
         local, numel, plain = self._local, piece.numel(), _without_division(reduction)
         share = -(-numel // self._slices)
-        rounds = -(-self._slices // local.size)
-        padded = rounds * local.size * share
+        rounds = -(-self._slices // local.transport.size)
+        padded = rounds * local.transport.size * share
         work = piece
         if padded != numel:
             work = self._room("padded", turn, piece, padded, local)
@@ -293,7 +283,7 @@ class HybridTransport(Transport):
             mine = self._room(f"round {number}", turn, piece, share, self._gathering)
             local.start("reduce_scatter", plain, rows, mine, share, deadline)()
             wait = None
-            if across := self._across.get(number * local.size + local.rank):
+            if across := self._across.get(number * local.transport.size + local.transport.rank):
                 wait = across.start("allreduce", plain, mine, mine, share, deadline, asynchronous=True)
             started.append((rows, mine, wait))
 
@@ -332,13 +322,11 @@ class HybridTransport(Transport):
 
     def idle(self) -> bool:
         """Whether all asynchronous calls are complete."""
-        return not self._lanes.busy() and all(part.transport.idle() for part in self._parts)
+        return super().idle() and all(part.transport.idle() for part in self._parts)
 
     def close(self) -> None:
         """Let started calls finish for a second, then close all parts."""
-        if not self._lanes.stop(timeout_s=1.0):
-            self.abort("it closed its communicator with calls under way")
-            self._lanes.stop(timeout_s=1.0)
+        self._stop_lanes()
         for part in reversed(self._parts):
             part.transport.close()
         self._rooms.clear()

@@ -88,8 +88,9 @@ class C10dHandle(Handle):
                 self._finish()
         except BaseException as error:
             self._error = error
-            if not isinstance(error, CommunicationError):
-                self._interrupted(error)
+            if not isinstance(error, CommunicationError):  # Ctrl-C, say: end it before the tensors go back to the user.
+                self._failures.abort(f"it left a call with {type(error).__name__}: {error}")
+                self.settle()
             raise
         finally:
             # Torch's objects must not outlive the transport, nor the user's tensors this call.
@@ -134,11 +135,6 @@ class C10dHandle(Handle):
         leak(self._works)
         self._error = error
         self._works = self._finish = self._kept = None
-
-    def _interrupted(self, error: BaseException) -> None:
-        """Ctrl-C, say: end the call before the tensors go back to the user."""
-        self._failures.abort(f"it left a call with {type(error).__name__}: {error}")
-        self.settle()
 
     def elapsed_s(self) -> float:
         """Seconds since the call was started."""

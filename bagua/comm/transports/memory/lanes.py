@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bagua.comm.lifetime.background import BackgroundThread, handlers_may_call
-from bagua.comm.transports.contract import DONE, Handle, after
+from bagua.comm.transports.contract import DONE, Handle, Transport, after
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
@@ -21,6 +21,11 @@ _GRACE_S = 0.2
 #: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).
 Lane = tuple[str, int]
 COLLECTIVE: Lane = ("collective", -1)
+
+
+Task = Callable[[], None]
+#: Ends the communicator, for a reason, because nobody waits any more for what was started on it.
+Abandoned = Callable[[str], None]
 
 
 class LaneTask:
@@ -42,8 +47,8 @@ class LaneTask:
 
     __slots__ = ("_callbacks", "_task", "caller", "done", "ended_at", "error")
 
-    def __init__(self, task: Callable[[], None], caller: int = 0) -> None:
-        self._task: Callable[[], None] | None = task
+    def __init__(self, task: Task, caller: int = 0) -> None:
+        self._task: Task | None = task
         self._callbacks: list[Callable[[LaneTask], None]] = []
         self.done = False
         self.caller = caller
@@ -131,15 +136,7 @@ class Lanes:
         """Whether a call of any lane is not complete."""
         return any(not latest.done for latest in list(self.latest.values()))
 
-    def start(
-        self,
-        lane: Lane,
-        task: Callable[[], None],
-        deadline: Deadline,
-        abandoned: Callable[[str], None],
-        *,
-        asynchronous: bool,
-    ) -> Handle:
+    def start(self, lane: Lane, task: Task, deadline: Deadline, abandoned: Abandoned, *, asynchronous: bool) -> Handle:
         """Run ``task`` in the calling thread if it may wait there, else behind the earlier calls of its lane.
 
         Args:
@@ -157,7 +154,7 @@ class Lanes:
                 return self.inline([lane], task, deadline, abandoned)
         return LaneHandle([self.submit(lane, task)], deadline, abandoned)
 
-    def submit(self, lane: Lane, task: Callable[[], None]) -> LaneTask:
+    def submit(self, lane: Lane, task: Task) -> LaneTask:
         """Run ``task`` when the earlier calls of its lane are complete.
 
         It runs in a copy of the caller's context, so that a rank that is a thread
@@ -190,9 +187,7 @@ class Lanes:
         if self._stopped:
             raise CommunicatorClosedError("the communicator was closed")
 
-    def inline(
-        self, lanes: Sequence[Lane], task: Callable[[], None], deadline: Deadline, abandoned: Callable[[str], None]
-    ) -> LaneHandle:
+    def inline(self, lanes: Sequence[Lane], task: Task, deadline: Deadline, abandoned: Abandoned) -> LaneHandle:
         """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
         part = LaneTask(task, threading.get_ident())
         for lane in lanes:
@@ -232,7 +227,7 @@ class LaneHandle(Handle):
 
     __slots__ = ("_abandoned", "_deadline", "_parts")
 
-    def __init__(self, parts: Sequence[LaneTask], deadline: Deadline, abandoned: Callable[[str], None]) -> None:
+    def __init__(self, parts: Sequence[LaneTask], deadline: Deadline, abandoned: Abandoned) -> None:
         self._parts = parts
         self._deadline = deadline
         self._abandoned = abandoned
@@ -307,3 +302,23 @@ class LaneHandle(Handle):
         for part in self._parts:
             part.when_done(one_more)
         return True
+
+
+class LanesTransport(Transport):
+    """A transport whose calls run in lanes, in threads of their own where they cannot run in that of the caller."""
+
+    _lanes: Lanes
+
+    def share(self) -> None:
+        """Several threads make its calls from now on."""
+        self._lanes.shared = True
+
+    def idle(self) -> bool:
+        """Whether all calls are complete."""
+        return not self._lanes.busy()
+
+    def _stop_lanes(self) -> None:
+        """Let calls finish for a second; then end them."""
+        if not self._lanes.stop(timeout_s=1.0):
+            self.abort("it closed its communicator with calls under way")
+            self._lanes.stop(timeout_s=1.0)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.long_wait import LongWait
+from bagua.comm.long_wait import Judge, LongWait
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import (
@@ -39,6 +39,8 @@ from bagua.errors import (
 _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
 #: The error, if the ranks wait for each other in vain in a call.
 Suspicion = Callable[[Call], CommunicationError | None]
+#: Those for which a rank waits now, by their number in the communicator.
+Missing = Callable[[], tuple[int, ...]]
 #: A sleeper looks up at least so often: deaths ring no bell.
 SLICE_S = 0.02
 
@@ -46,8 +48,8 @@ SLICE_S = 0.02
 class Peers(ABC):
     """Publishes this rank's line, reads the others', and waits for them.
 
-    A kind of memory supplies ``publish``, ``stage``, ``pause``, ``wake``, ``lost`` and
-    ``set_reason``, and a ``Line`` for each rank; waiting and failing are written here, once.
+    A kind of memory supplies ``publish``, ``stage``, ``pause``, ``wake`` and ``lost``, and a
+    ``Line`` for each rank; waiting and failing are written here, once.
 
     Args:
         lines: one per rank; the own one is written.
@@ -232,11 +234,7 @@ class Peers(ABC):
         return ()
 
     def wait(
-        self,
-        missing: Callable[[], tuple[int, ...]],
-        deadline: Deadline,
-        spin_s: float = 0.0,
-        suspect: Callable[[], CommunicationError | None] | None = None,
+        self, missing: Missing, deadline: Deadline, spin_s: float = 0.0, suspect: Judge | None = None
     ) -> tuple[int, ...]:
         """Return when ``missing`` names no rank any more; the ranks that it named last.
 

@@ -24,7 +24,7 @@ Threads, and processes that map each other's segments, each supply a ``Peers`` a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -35,11 +35,11 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.background import handlers_may_call
 from bagua.comm.reduction import copy_flat, fold
-from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Data, Handle, Membership, Transport
+from bagua.comm.transports.contract import ARRIVALS_LENGTH, DONE, Arrivals, Data, Handle, Membership
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes, LanesTransport
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
-from bagua.comm.transports.memory.peers import Peers
+from bagua.comm.transports.memory.peers import Missing, Peers
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConcurrentUseError
 
 
@@ -245,7 +245,7 @@ class Messages:
         peers.wake(sender)
         return stop
 
-    def _wait(self, missing: Callable[[], tuple[int, ...]], awaited: int, deadline: Deadline, inline: bool) -> None:
+    def _wait(self, missing: Missing, awaited: int, deadline: Deadline, inline: bool) -> None:
         """Wait until ``missing`` names no rank; announce what this rank waits for, if ``inline``."""
         if not missing():
             return
@@ -263,7 +263,7 @@ class Messages:
         finally:
             words[Words.AWAITED] = 0
 
-    def _announcing(self, missing: Callable[[], tuple[int, ...]], awaited: int) -> Callable[[], tuple[int, ...]]:
+    def _announcing(self, missing: Missing, awaited: int) -> Missing:
         """``missing``, which announces what is awaited as soon as all collectives of this rank are complete.
 
         Until then this rank comes to the barriers of others, whatever its calling thread waits for.
@@ -295,7 +295,7 @@ _new_deadline = partial(tuple.__new__, Deadline)
 _FAREWELL_S = 1.0
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(LanesTransport):
     """All kinds of calls over ``Peers``.
 
     Collectives complete in the order in which they were started; so do the messages
@@ -354,10 +354,6 @@ class MemoryTransport(Transport):
         earlier = tuple(self._wildcards)
         return (*earlier, Wildcard(self._lanes, self._wildcards)) if call.kind == "recv" and call.root < 0 else earlier
 
-    def share(self) -> None:
-        """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
-        self._lanes.shared = True
-
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
         with self._used():
@@ -371,10 +367,6 @@ class MemoryTransport(Transport):
         lines = self._peers.lines
         arrived = lines[self.rank].words[Words.ARRIVED]
         return tuple(other for other, line in enumerate(lines) if line.words[Words.ARRIVED] > arrived)
-
-    def idle(self) -> bool:
-        """Whether all asynchronous calls are complete."""
-        return not self._lanes.busy()
 
     def close(self) -> None:
         """Let asynchronous calls finish for a second, then leave.
@@ -573,10 +565,8 @@ _COLLECTIVES: tuple[Lane, ...] = (COLLECTIVE,)
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
     if call.kind not in POINT_TO_POINT:
         return _COLLECTIVES
-    if call.kind == "send":
-        return (("send", call.root),)
-    if call.kind == "recv":
-        return (("recv", call.root),)
+    if call.kind != "sendrecv":
+        return ((call.kind, call.root),)
     if call.root == rank:
         return (("send", rank),)  # to itself: one copy
     return (("send", call.root), ("recv", call.source))

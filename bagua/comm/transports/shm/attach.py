@@ -55,15 +55,12 @@ class DescriptorChannel:
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._connection = connection
+        #: Descriptor of the connection, which hangs up when the peer ends.
+        self.connection = connection.fileno()
         self._peer = peer
         self._lock = threading.Lock()
         self._sent: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._mapped: dict[int, MappedSegment] = {}
-
-    @property
-    def connection(self) -> int:
-        """Descriptor of the connection. It hangs up when the peer ends, runs another program, or closes."""
-        return self._connection.fileno()
 
     def offer(self, segment: Segment) -> bool:
         """Make ``segment`` known to the peer. Returns whether it will find it.

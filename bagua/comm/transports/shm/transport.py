@@ -281,7 +281,8 @@ class ShmPeers(Peers):
         """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
         for line in self._peer_lines:
             line.conclude(slot)
-        self._line.withdraw(slot)
+        if self._line.areas[slot] is not None:
+            self._line.withdraw(slot)
 
     def withdraw(self, slot: int) -> None:
         """Drop the reference to the caller's tensor."""
@@ -424,12 +425,8 @@ def shm_refusal() -> Exception | None:
     )
 
 
-def shm_expected() -> bool:
-    """Whether processes of this kind of machine and interpreter can usually share memory."""
-    return not _unsupported()
-
-
-def _unsupported() -> str:
+def shm_unsupported() -> str:
+    """Why processes of this kind of machine and interpreter cannot share memory; empty if they usually can."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return f"it needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -438,7 +435,7 @@ def _unsupported() -> str:
 
 
 def _obstacle() -> str:
-    if unsupported := _unsupported():
+    if unsupported := shm_unsupported():
         return unsupported
     try:
         os.close(os.memfd_create("bagua", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
