@@ -1,4 +1,4 @@
-"""Reducers: sums that lose something, against their formulas, and what must hold all the same."""
+"""Reducers: sums that lose something, and what must hold all the same. Mixing with neighbours, on any graph."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bagua.comm
+from bagua.comm import solo_group
 from bagua.compression import BlockTopK, Float16, Identity, Int4, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import InvalidTensorError
 from bagua.primitives import (
     EF21,
     AllGatherReducer,
     AveragedFeedback,
-    ContributorsReducer,
+    DifferenceExchange,
     ErrorFeedback,
     MatrixBlock,
     MomentumCorrection,
     PowerSGDReducer,
+    ReducerMemory,
     ScatterGatherReducer,
     SparseReducer,
     SumReducer,
-    on_leaders,
+    neighbour_average,
     sum_over,
 )
 from bagua.testing import ThreadRanks
+from bagua.topology import Ring, Round, create
 from tests.harness import coded
+from tests.parallel.wrapping import on_ranks
+from tests.topologies import STAR
 
 CODEC = TopK(0.1)
 #: Everything that has a remainder.
@@ -131,9 +138,11 @@ def test_sums_of_16_bit_numbers_are_rounded_once(thread_ranks):
 # What is not finite reaches everyone.
 
 
-def _reduce_with(bad: float, position: int) -> list[bool]:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("position", [0, 40, NUMEL - 1])
+@on_ranks(SIZE)
+def test_what_is_not_finite_on_one_rank_is_so_on_all_and_changes_no_state(bad, position):
     communicator = bagua.comm.get_default_group().global_communicator
-    finite = []
     for reducer in [*PLAIN, *WITH_FEEDBACK, *FORMS]:
         memory, before = reducer.memory(communicator, values(0), BLOCKS), {}
         for call in range(2):
@@ -143,55 +152,11 @@ def _reduce_with(bad: float, position: int) -> list[bool]:
                 flat[position] = bad
             reducer.reduce(flat, communicator, memory)
             memory.settle(flat)
-            finite.append(bool(torch.isfinite(flat).all()))
+            assert bool(torch.isfinite(flat).all()) == (call == 0)
         assert all(torch.equal(value, before[name]) for name, value in memory.state.items()), reducer
-    return finite
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("position", [0, 40, NUMEL - 1])
-def test_what_is_not_finite_on_one_rank_is_so_on_all_and_changes_no_state(thread_ranks, bad, position):
-    for finite in thread_ranks(SIZE, _reduce_with, bad, position):
-        assert finite == [True, False] * len([*PLAIN, *WITH_FEEDBACK, *FORMS])
 
 
 # Against the formulas.
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_allgather_of_a_codec_sums_what_everyone_decodes(thread_ranks, size):
-    codec = Sign(block_numel=64)
-    (result,), _ = thread_ranks(size, run, AllGatherReducer(codec))[0]
-    torch.testing.assert_close(result, sum(coded(codec, values(rank)) for rank in range(size)))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_scatter_gather_of_a_codec_codes_slices_then_their_sums(thread_ranks, size):
-    codec = MinMaxUInt8(block_numel=32)
-    slices = zip(*(values(rank).split(-(-NUMEL // size)) for rank in range(size)), strict=True)
-    expected = [coded(codec, sum(coded(codec, part) for part in parts)) for parts in slices]
-    (result,), _ = thread_ranks(size, run, ScatterGatherReducer(codec))[0]
-    torch.testing.assert_close(result, torch.cat(expected))
-    assert not torch.equal(result, exact_sum(size))
-
-
-def _sum_low_rank() -> tuple[torch.Tensor, torch.Tensor]:
-    communicator = bagua.comm.get_default_group().global_communicator
-    generator = torch.Generator().manual_seed(communicator.rank)
-    flat = values(communicator.rank, torch.float32)
-    for block in BLOCKS:  # The sum over two ranks has rank 2.
-        left, right = (torch.randn(n, generator=generator) for n in (block.rows, block.columns))
-        flat[block.offset : block.offset + block.numel] = torch.outer(left, right).view(-1)
-    expected = flat.clone()
-    communicator.allreduce(expected)
-    reducer = PowerSGDReducer(matrix_rank=2)
-    reducer.reduce(flat, communicator, reducer.memory(communicator, flat, BLOCKS))
-    return flat, expected
-
-
-def test_matrices_of_low_rank_are_summed_exactly(thread_ranks):
-    for result, expected in thread_ranks(2, _sum_low_rank):
-        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
 
 
 def approximated(matrices: list[torch.Tensor], matrix_rank: int) -> list[torch.Tensor]:
@@ -213,52 +178,7 @@ def test_a_matrix_that_was_zero_once_is_approximated_again():
     torch.testing.assert_close(found[-1][2], torch.arange(6.0))
 
 
-def test_more_steps_of_the_power_iteration_come_nearer():
-    matrix = torch.randn(10, 12, generator=torch.Generator().manual_seed(0))
-    errors = [float((one - matrix).norm()) for one in approximated([matrix] * 20, matrix_rank=2)]
-    assert errors[0] > errors[-1]
-    assert errors[-1] < 1.01 * torch.linalg.svdvals(matrix)[2:].norm()
-
-
 # Feedback.
-
-
-@pytest.mark.parametrize("reducer", WITH_FEEDBACK, ids=repr)
-def test_with_error_feedback_only_the_last_residuals_are_missing(thread_ranks, reducer):
-    results, states = zip(*thread_ranks(SIZE, run, reducer, 6), strict=True)
-    missing = sum(state["residual"] for state in states)
-    expected = sum(exact_sum(SIZE, call=call) for call in range(6))
-    torch.testing.assert_close(results[0].sum(dim=0) + missing, expected, rtol=1e-4, atol=1e-4)
-
-
-def _lose_padding() -> torch.Tensor:
-    communicator = bagua.comm.get_default_group().global_communicator
-    reducer, padding = WITH_FEEDBACK[0], torch.tensor([5, 6, 200])
-    memory = reducer.memory(communicator, values(0), padding=padding)
-    flat = values(communicator.rank).index_fill_(0, padding, 0)
-    reducer.reduce(flat, communicator, memory)
-    memory.settle(flat)
-    return memory.state["residual"][padding]
-
-
-def test_no_residual_gathers_where_there_is_no_parameter(thread_ranks):
-    assert all(residual.tolist() == [0.0, 0.0, 0.0] for residual in thread_ranks(2, _lose_padding))
-
-
-def simulated_feedback(decay: float) -> torch.Tensor:
-    residuals, results = torch.zeros(SIZE, NUMEL).double(), []
-    for call in range(CALLS):
-        given = torch.stack([values(rank, call=call) for rank in range(SIZE)]) + decay * residuals
-        residuals = given - coded(CODEC, given)
-        results.append(coded(CODEC, given).sum(dim=0))
-    return torch.stack(results)
-
-
-@pytest.mark.parametrize("decay", [1.0, 0.9])
-def test_a_part_of_the_residual_is_fed_back(thread_ranks, decay):
-    result, _ = thread_ranks(SIZE, run, ErrorFeedback(AllGatherReducer(CODEC), decay), CALLS)[0]
-    torch.testing.assert_close(result, simulated_feedback(decay))
-    assert not torch.allclose(result, simulated_feedback(decay - 0.1))
 
 
 def test_residuals_pay_what_earlier_means_lack_whoever_took_part(thread_ranks):
@@ -319,16 +239,6 @@ def test_forms_know_nothing_of_the_scale_of_the_loss(thread_ranks, reducer):
 # Few elements: means over those who sent them, and bytes that do not grow with the number of ranks.
 
 
-def test_the_mean_over_those_who_sent_counts_for_all(thread_ranks):
-    results = thread_ranks(SIZE, lose, ContributorsReducer(CODEC))
-    sent = torch.stack([coded(CODEC, values(rank)) for rank in range(SIZE)])
-    expected = SIZE * sent.sum(dim=0) / (sent != 0).sum(dim=0).clamp(min=1)
-    for rank, (flat, lost, _) in enumerate(results):
-        torch.testing.assert_close(flat, expected)
-        assert torch.equal(lost, values(rank) - sent[rank])
-    assert not torch.allclose(expected, sent.sum(dim=0)), "some elements come from fewer ranks"
-
-
 @pytest.mark.parametrize("codec", [TopK(0.01), BlockTopK(512, 8, None)], ids=repr)
 @pytest.mark.parametrize("contributors", [False, True])
 def test_nine_ranks_send_less_than_eight(codec, contributors):
@@ -371,25 +281,6 @@ def test_means_over_senders_by_ranges_are_the_formula():
 # By host.
 
 
-def _sum_by_host(reducer: SumReducer) -> torch.Tensor:
-    group = bagua.comm.get_default_group()
-    flat = values(group.rank)
-    memory = reducer.memory(group.global_communicator, flat, BLOCKS)
-    sum_over(flat, group, lambda total, ranks: reducer.reduce(total, ranks, memory), hierarchical=True)
-    return flat
-
-
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 3], [1, 2, 2]], ids=str)
-def test_hosts_sum_exactly_and_their_leaders_with_the_reducer(thread_ranks, hosts):
-    codec = MinMaxUInt8(block_numel=32)
-    starts = [sum(hosts[:host]) for host in range(len(hosts))]
-    sums = [sum(values(rank) for rank in range(s, s + n)) for s, n in zip(starts, hosts, strict=True)]
-    expected = sum(coded(codec, total) for total in sums)
-    results = thread_ranks(sum(hosts), _sum_by_host, AllGatherReducer(codec), hosts=hosts)
-    assert all(torch.equal(result, results[0]) for result in results)
-    torch.testing.assert_close(results[0], expected)
-
-
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]]
 
 
@@ -412,24 +303,6 @@ def test_sums_do_not_depend_on_hosts_and_are_flat_without_several_ranks_on_one_o
         assert any("allreduce" in call for call in calls) == flat
 
 
-def _sums_seen_by_leaders() -> list[float]:
-    group = bagua.comm.get_default_group()
-    seen = []
-    tensor = torch.tensor([float(2**group.rank)])
-
-    def between_hosts(total, leaders) -> None:
-        seen.append(total.item())
-        total.fill_(-1.0)
-
-    on_leaders(tensor, group, between_hosts)
-    return [*seen, tensor.item()]
-
-
-def test_leaders_see_sums_over_their_host_and_everyone_gets_what_they_make_of_them(thread_ranks):
-    results = thread_ranks(6, _sums_seen_by_leaders, hosts=[1, 3, 2])
-    assert results == [[1.0, -1.0], [14.0, -1.0], [-1.0], [-1.0], [48.0, -1.0], [-1.0]]
-
-
 # What cannot be reduced.
 
 
@@ -442,3 +315,123 @@ def test_tensors_without_elements_and_of_other_dtypes(reducer):
     memory.settle(empty)
     with pytest.raises(InvalidTensorError, match="complex64"):
         reducer.memory(communicator, torch.zeros(3, dtype=torch.complex64))
+
+
+# Mixing with neighbours is a product with the mixing matrix, on any graph, and nobody waits for ever.
+
+FEW = 5
+
+
+def vector(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(FEW, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scratch(dtype: torch.dtype):
+    made: dict[str, torch.Tensor] = {}
+    return lambda name: made.setdefault(name, torch.full((FEW,), float("nan"), dtype=dtype))
+
+
+def _mix(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
+    group = bagua.comm.get_default_group()
+    tensor, buffers = vector(group.rank, dtype), scratch(dtype)
+    for mixing in rounds:
+        assert neighbour_average(tensor, mixing, group.global_communicator, buffers) is None
+    return tensor
+
+
+def _expected(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
+    stacked = torch.stack([vector(rank, dtype) for rank in range(rounds[0].size)])
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    stacked = stacked.to(wide)
+    for mixing in rounds:
+        stacked = mixing.matrix().to(wide) @ stacked
+    return stacked
+
+
+def assert_mixed(results: list[torch.Tensor], rounds: list[Round], dtype: torch.dtype = torch.float32) -> None:
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 1e-6)
+    for result, expected in zip(results, _expected(rounds, dtype), strict=True):
+        assert result.dtype == dtype
+        assert torch.allclose(result.to(expected.dtype), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_other_dtypes(thread_ranks, dtype):
+    rounds = [one.round(4, 1) for one in (STAR, create("shift_one"), create("complete"))]
+    assert_mixed(thread_ranks(4, _mix, rounds, dtype), rounds, dtype)
+
+
+@given(st.data(), st.integers(2, 5))
+def test_any_directed_graph_works_without_waiting_for_ever(thread_pool, data, size):
+    """Every doubly stochastic matrix is a mean of permutations."""
+    orders = data.draw(st.lists(st.permutations(range(size)), min_size=1, max_size=3))
+    matrix = sum(torch.eye(size, dtype=torch.float64)[list(order)] for order in orders) / len(orders)
+    rounds = [Round.from_matrix(matrix)]
+    assert_mixed(thread_pool.run(_mix, rounds, torch.float32, size=size), rounds)
+
+
+# Differences in low precision.
+
+
+def _follow(mixing: Round, spoilt: int) -> dict[str, torch.Tensor]:
+    """Steps with a random change of the own vector in between; in one of them, rank 1 has a NaN."""
+    communicator = bagua.comm.get_default_group().global_communicator
+    rank = communicator.rank
+    exchange = DifferenceExchange(mixing, MinMaxUInt8())
+    memory = ReducerMemory(communicator, FEW, torch.float64)
+    memory.declare(exchange.state())
+    state = memory.state
+    tensor = vector(rank, torch.float64)
+    for step in range(40):
+        sound = tensor.clone()
+        if (rank, step) == (1, spoilt):
+            tensor[1] = float("nan")
+        exchange.run(tensor, communicator, state)
+        if (rank, step) == (1, spoilt):
+            assert torch.isnan(tensor[1])
+            tensor = sound
+        if step < 20:
+            tensor.add_(vector(100 * rank + step, torch.float64), alpha=0.1)
+    return {"x": tensor, **state}
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["at the start", "later"])
+def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step):
+    mixing = Ring().round(3, 1)
+    results = thread_ranks(3, _follow, mixing, step)
+    for rank, result in enumerate(results):
+        assert torch.isfinite(result["x"]).all()
+        known = sum(weight * results[source]["estimate"] for source, weight in mixing[rank].sources)
+        assert torch.allclose(result["neighbours"], known, atol=1e-12)
+        assert torch.allclose(result["x"], results[0]["x"], atol=1e-3)
+
+
+def test_sixteen_bit_tensors_are_followed_in_single_precision():
+    memory = ReducerMemory(solo_group().global_communicator, 3, torch.bfloat16)
+    memory.declare(DifferenceExchange.state())
+    state = memory.state
+    assert state["estimate"].dtype == state["neighbours"].dtype == torch.float32
+
+
+# On processes.
+
+
+def _start_all(rounds: list[Round]) -> list[torch.Tensor]:
+    group = bagua.comm.get_default_group()
+    tensors = [vector(group.rank) for _ in rounds]
+    works = [
+        neighbour_average(tensor, mixing, group.global_communicator, scratch(torch.float32), async_op=True)
+        for tensor, mixing in zip(tensors, rounds, strict=True)
+    ]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return tensors
+
+
+def test_several_exchanges_are_under_way_at_the_same_time(process_ranks):
+    rounds = [create("shift_one").round(3, 1), create("shift_one").round(3, 2), STAR.round(3, 1)]
+    results = process_ranks(3, _start_all, rounds)
+    for number, mixing in enumerate(rounds):
+        assert_mixed([tensors[number] for tensors in results], [mixing])
