@@ -35,7 +35,7 @@ from torch.distributed import is_backend_available, is_gloo_available, is_mpi_av
 from torch.distributed import is_torchelastic_launched, is_ucc_available, is_xccl_available
 from torch.distributed.constants import default_pg_timeout
 from bagua.comm.lifetime.background import BackgroundThread, Wake, close_with
-from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.lifetime.forks import family, forked_error, run_all
 from bagua.comm.long_wait import LongWait
 from bagua.comm.objects import as_bytes, decode, encoded_later
 from bagua.comm.operands import as_seconds, check_rank

@@ -25,11 +25,6 @@ _OWN_PARTS = frozenset({"optimizers"})
 _LASTING_PARTS = frozenset({"engine"})
 
 
-def _call_all(copies: Sequence[Callable[[], None]]) -> None:
-    for copy in copies:
-        copy()
-
-
 class Donor:
     """Offers the state of one rank, in its record; the rank goes on when it is copied.
 
@@ -52,7 +47,7 @@ class Donor:
                 encoded[name][1]()
             later = [encoded[name][1] for name in encoded.keys() & _LASTING_PARTS]
             contents = {name: memory for name, (memory, _) in encoded.items()}
-            offer = Offer(exchange, epoch, "", self._server.offer(contents, lambda: _call_all(later)))
+            offer = Offer(exchange, epoch, "", self._server.offer(contents, lambda: comm.run_all(later)))
         except (errors.BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
             offer = Offer(exchange, epoch, error.problem if isinstance(error, errors.BaguaError) else str(error))
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)

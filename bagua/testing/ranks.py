@@ -283,7 +283,7 @@ class _ThreadRun:
         for thread in self._threads:
             thread.start()
         with self._changed:
-            self._changed.wait_for(self._all_ended, timeout=deadline - time.monotonic())
+            self._changed.wait_for(lambda: len(self._outcomes) == self._job.size, timeout=deadline - time.monotonic())
             hanging = [rank for rank in range(self._job.size) if rank not in self._outcomes]
             stacks = {rank: self._stack(rank) for rank in hanging}
             outcomes = {rank: _hangs(rank, stack) for rank, stack in stacks.items()} | self._outcomes
@@ -293,9 +293,6 @@ class _ThreadRun:
                 self._abort[rank]("the run of the pool took too long")
         self._join(outcomes)
         return [outcomes[rank] for rank in range(self._job.size)]
-
-    def _all_ended(self) -> bool:
-        return len(self._outcomes) == self._job.size
 
     def _join(self, outcomes: dict[int, Outcome]) -> None:
         """Wait for the threads; those that stay although they had ended have not ended."""

@@ -307,7 +307,9 @@ def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: tor
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     fuses = optimizer.fuses(place)
-    made = optimizer.make([_fused(one) | options for one in parameters] if fuses else parameters)
+    # Groups are stepped in one pass, unless something would be left over at the end.
+    groups = [{"params": [one], "fused": one.numel() % _LINE_NUMEL == 0, **options} for one in parameters]
+    made = optimizer.make(groups if fuses else parameters)
     remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
     for key, value in remembered.items():
         elementwise = value.shape == place.shape
@@ -337,11 +339,6 @@ def _lines_of_parameters(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tenso
     """The same of each parameter."""
     places = zip(bucket.offsets, bucket.parameters, strict=True)
     return [piece for offset, one in places for piece in _lines(flat[offset : offset + one.numel()])]
-
-
-def _fused(piece: torch.Tensor) -> dict[str, Any]:
-    """A group of parameters that is stepped in one pass, unless something would be left over at its end."""
-    return {"params": [piece], "fused": piece.numel() % _LINE_NUMEL == 0}
 
 
 def _remember(flight: Flight, key: str, values: list[Any], divide: _Division) -> None:

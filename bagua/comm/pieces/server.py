@@ -50,10 +50,6 @@ class Source(NamedTuple):
     number: int
 
 
-def _nothing() -> None:
-    """What is there needs not be written."""
-
-
 class PieceServer:
     """Gives out one offer at a time: named contents of bytes, cut in pieces with a digest each.
 
@@ -76,7 +72,7 @@ class PieceServer:
         self._forked = False
         family.add(self)
 
-    def offer(self, contents: Mapping[str, Memory], fill: Callable[[], None] = _nothing) -> Source:
+    def offer(self, contents: Mapping[str, Memory], fill: Callable[[], None] = lambda: None) -> Source:
         """Give out ``contents`` from now on, in the place of what was offered before. Returns at once.
 
         Args:
