@@ -27,6 +27,11 @@ from bagua.engine.schedule.courses import sends_gradients
 from bagua.engine.state import checkpoints
 from bagua.engine.state.replicas import are_equal
 
+
+def _tell_nobody(_: BaseException | str) -> None:
+    """No islands want to know why training has ended here."""
+
+
 #: Takes the gradient of a parameter.
 Taker = Callable[[torch.nn.Parameter], None]
 
@@ -79,7 +84,7 @@ class Reducer:
     """
 
     #: Told why, after a step that could not be finished. It must not raise.
-    after_failure: Callable[[BaseException | str], object] = staticmethod(lambda _: None)
+    after_failure: Callable[[BaseException | str], object] = staticmethod(_tell_nobody)
 
     def __init__(
         self,

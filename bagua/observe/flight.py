@@ -316,13 +316,10 @@ def _position(rank: int, label: str, of_rank: Mapping[int, Record], sequence: in
         return f"Rank {rank} came to it when the others had given up."
     last = f"Its last call there was {before[-1]['text']}. " if before else f"It made no call on {label}. "
     frames = record["stacks"].get("main", [])
-    return f"{last}When it wrote its record, rank {rank} stood at {_own_frame(frames)}."
-
-
-def _own_frame(frames: Sequence[str]) -> str:
-    """The innermost frame of the user's code."""
+    # The innermost frame of the user's code.
     own = [frame for frame in frames if not any(f"/{package}/" in frame for package in ("bagua", "torch"))]
-    return (own or list(frames) or ["an unknown place"])[-1]
+    place = (own or frames or ["an unknown place"])[-1]
+    return f"{last}When it wrote its record, rank {rank} stood at {place}."
 
 
 def _silent(records: Mapping[int, Record]) -> Iterator[str]:
