@@ -355,10 +355,10 @@ def facts_of_calls(
     """Facts of all kinds of calls.
 
     Args:
-        usual: what calls took.
+        usual: times of calls.
         ranks: how many, each on a host of its own.
         large: bytes of the calls that show what bytes cost; those that were not made are left out.
-        of_cores: whether it was measured for how long ranks kept cores busy.
+        of_cores: True if the time was measured for which ranks kept cores busy.
     """
     most = min(1.0, usable_cores() / ranks)  # more of a core than that is not there for each
     found = []

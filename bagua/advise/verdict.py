@@ -185,7 +185,7 @@ def verdict(seen: Mapping[int, RankReport], size: int, facts: ModelFacts | None)
     """At most eight lines.
 
     Args:
-        seen: what each rank saw, of those that said it in time.
+        seen: the report of each rank that gave it in time.
         size: all ranks.
         facts: the model that was trained, if it was one of DDP on the CPU.
     """

@@ -102,7 +102,7 @@ class ProcessGroup:
         backend: name of the transport.
         timeout_s: default deadline of every call, in seconds.
         label: name of the group in messages.
-        recorder: what this rank does on all of its communicators.
+        recorder: record of the calls of this rank on all of its communicators.
         leader: the local rank that speaks for its host, on every host.
 
     Attributes:

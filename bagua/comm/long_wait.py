@@ -38,7 +38,7 @@ class LongWait:
 
     Args:
         clock: seconds that pass.
-        judge: the error if this rank waits for ever; None if nobody can tell.
+        judge: the error if this rank waits forever; None if that is not known.
 
     Example:
         >>> seconds = iter([0.0, 29.0, 31.0, 59.0, 61.0])

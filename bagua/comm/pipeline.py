@@ -301,8 +301,8 @@ class CallPipeline:
 
         Args:
             steps: its steps. An error between them leaves peers in the middle of it, so it breaks the communicator.
-            async_op: whether to return before they are complete.
-            finish: what its result is made into, when no peer waits any more.
+            async_op: True to return before they are complete.
+            finish: function of its result, called when no peer waits any more.
         """
         self._finish_composite()
         outer, begun = self._composite, self._calls()

@@ -234,7 +234,7 @@ class Closing:
         return found
 
     def tidy(self) -> None:
-        """Delete cells that nobody reads any more, if the store answers."""
+        """Delete cells that no member reads any more, if the store answers."""
         while self._over:
             with contextlib.suppress(errors.StoreLostError):
                 self._cells.drop(self._over[0])

@@ -57,7 +57,7 @@ def latest_rank(readings: Mapping[int, Reading]) -> int:
     """The rank for which the others wait most; -1 if none stands out.
 
     Args:
-        readings: what ranks have waited lately, that of this rank first.
+        readings: latest waits of ranks, those of this rank first.
 
     Example:
         >>> latest_rank({0: Reading(10.0, {1: 2.0, 2: 0.1}, 3.0)})

@@ -112,7 +112,7 @@ class ReducerMemory:
         declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
         loss_scale: factor by which the values were multiplied. State is kept free of it.
-        proposed: what was proposed since the last ``settle``, by name.
+        proposed: tensors that were proposed since the last ``settle``, by name.
         torn: reason, in words, why a change of ``state`` ended half-way; empty if none did.
     """
 

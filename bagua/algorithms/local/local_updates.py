@@ -76,7 +76,7 @@ class LocalUpdates(ByHost):
         _ = self.outer_exchange  # Refuse options that they cannot use.
 
     def check(self, model: Model) -> None:
-        """Refuse a pace of its own where nobody agrees on it, and what the inner algorithm refuses."""
+        """Refuse a pace of its own where no islands agree on it, and what the inner algorithm refuses."""
         if self.pace == "own":
             raise ConfigurationError(
                 "ranks of one group make the same steps: only islands agree on a pace for each",

@@ -249,7 +249,7 @@ def _asked(
     Args:
         connection: connection to ``source``.
         source: process that is asked.
-        question: what is asked of it.
+        question: request to the source.
         limit_s: seconds until all of the answer must be here.
         limit_bytes: the longest answer.
 

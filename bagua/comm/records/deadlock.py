@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different calls, for ever: found by what each of them says in the store.
+"""Ranks that wait for each other in different calls, forever: found by what each of them says in the store.
 
 A rank whose code that computes stands still begins no call until one of those that it waits in is over. It says which
 these are, and how many calls it has begun on each communicator, again and again. Two looks that find the same, with
@@ -95,7 +95,7 @@ def stuck(reports: Mapping[int, Standstill]) -> list[int]:
 
 
 class Deadlocks:
-    """Looks whether this rank waits for ever, while it waits on one communicator.
+    """Looks whether this rank waits forever, while it waits on one communicator.
 
     Args:
         recorder: record of the calls of the rank.

@@ -53,7 +53,7 @@ def gather_values(
         value: anything JSON can hold.
         timeout_s: how long to wait for the others, in seconds.
         look: called again and again meanwhile; what it raises ends the wait.
-        advice: what to do about members that do not come.
+        advice: sentence about members that do not come.
 
     Raises:
         CollectiveTimeoutError: with the missing ranks as ``peers``.
@@ -75,7 +75,7 @@ def come_together(store: dist.Store, topic: str, rank: int, ranks: Sequence[int]
 
     Args:
         store: key-value store, as ``bounded`` gives it.
-        topic: what they meet for.
+        topic: subject of the meeting.
         rank: this member's rank in the group.
         ranks: global rank of each member, for messages.
         timeout_s: how long to wait for the others, in seconds.
@@ -197,7 +197,7 @@ def meeting(topic: str, rank: int, ranks: Sequence[int]) -> Iterator[None]:
     """Ranks meet at the store inside: if its host ends or is stopped, the error says so.
 
     Args:
-        topic: what they meet for.
+        topic: subject of the meeting.
         rank: this member's rank in the group.
         ranks: global rank of each member.
 
@@ -256,8 +256,8 @@ def raise_refusals(
         rank: this member's rank in the group.
         ranks: global rank of each member, for messages.
         refusal: error of this member, behind its own reason; None for that of the others.
-        problem: what they cannot do, for messages.
-        advice: what to do next.
+        problem: verb and object of what they cannot do, for messages.
+        advice: sentence that says what to do next.
 
     Raises:
         TransportUnavailableError: naming the ranks that refuse and why.

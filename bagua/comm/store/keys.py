@@ -404,7 +404,7 @@ class Cells:
         self._talk(lambda: self._store.set(name, text))
 
     def drop(self, name: str) -> None:
-        """Delete a cell that nobody asks for any more.
+        """Delete a cell that no rank asks for any more.
 
         Raises:
             StoreLostError: the store does not answer.

@@ -94,7 +94,7 @@ def meet(first: str, rank: int, timeout_s: float) -> dist.Store:
     """The store of the member with the handle ``first``, over a connection of its own.
 
     Raises:
-        PeerLostError: nobody listens there.
+        PeerLostError: no rank listens there.
         ConfigurationError: somebody else does, or a member of a job with another ``BAGUA_TOKEN``.
     """
     name, host, port = _read(first)
@@ -190,7 +190,7 @@ class Connected(NamedTuple):
     """What the calls of a group are made on.
 
     Attributes:
-        store: where its members meet.
+        store: meeting place of its members.
         members: our group of the same ranks.
         stand_in: makes the calls on CPU tensors that ``members`` cannot.
         backends: who serves the tensors of other devices, by device type.
@@ -206,11 +206,11 @@ class CallStarter:
     """What makes the calls of one group: our communicators for CPU tensors, torch's backends for others.
 
     Args:
-        connected: what the calls are made on; its group is closed with this.
+        connected: group that makes the calls; it is closed with this.
         options: options of the group.
 
     Attributes:
-        store: where its members meet now.
+        store: meeting place of its members now.
         members: our group of the same ranks.
         messages: makes the calls between two ranks.
         backends: who serves the tensors of other devices now.

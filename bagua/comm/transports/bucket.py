@@ -131,7 +131,7 @@ class BucketTransport(LanesTransport):
             self._forget(before)
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Delete own objects that nobody reads any more, when it pays."""
+        """Delete own objects that no member reads any more, when it pays."""
         if self._older or len(names) >= _MOST_NAMES or sum(self._put[name] for name in names) >= _MOST_BYTES:
             gone, self._older = [*self._older, *names], []
             bounded(partial(self._bucket.delete, gone), _FAREWELL_S)  # What is not deleted now is so by hand.

@@ -170,7 +170,7 @@ class Membership:
         timeout_s: default deadline of every call, in seconds.
         label: name of this communicator in messages (``world``, ``world/intra``, ...).
         activity: purpose of its calls, for messages.
-        judge: asked now and then in a long wait: the error if this rank waits for ever.
+        judge: asked now and then in a long wait: the error if this rank waits forever.
     """
 
     store: Store

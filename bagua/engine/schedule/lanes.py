@@ -187,10 +187,10 @@ class ModelLanes:
         What goes on beside other exchanges has connections and threads of its own; the others share.
 
         Args:
-            group: that of the model.
-            exchanges: what is exchanged.
-            buckets: where that lies.
-            blocks: whether an exchange waits on a group for calls that it starts.
+            group: ranks of the model.
+            exchanges: the exchanges of the plan.
+            buckets: memory that they exchange.
+            blocks: function that says whether an exchange waits on a group for calls that it starts.
         """
         devices = {bucket.device for bucket in buckets}
         sent = [one for one in exchanges if one.how is not None]

@@ -31,8 +31,8 @@ def gather_objects(communicator: Communicator, purpose: str, value: Any) -> list
 
     Args:
         communicator: communicator of the ranks.
-        purpose: what is agreed on, for the error if ranks mean different agreements.
-        value: what this rank brings.
+        purpose: subject of the agreement, for the error if ranks mean different agreements.
+        value: contribution of this rank.
 
     Raises:
         CollectiveMismatchError: on all ranks, if their purposes differ.
@@ -207,7 +207,7 @@ class StepFailure:
         group: private to the model.
 
     Attributes:
-        problem: what could not be finished; empty as long as all could.
+        problem: name of what could not be finished; empty as long as all could.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -40,7 +40,7 @@ class LaneTask:
 
     Attributes:
         caller: the same.
-        done: whether it is over.
+        done: True when it is over.
         ended_at: when it was over, by ``time.perf_counter()``; 0.0 before that.
         error: error of ``task``.
     """
