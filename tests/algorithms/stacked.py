@@ -1,20 +1,22 @@
-"""All ranks in one process, in double precision, so that a sign or a choice never depends on the order of additions.
+"""All ranks in one process, in plain torch: what algorithms are written down on.
 
-Only the layout of flat memory is taken from the run that is checked: what is chosen depends on neighbours there.
+In double precision, as a rule, so that a sign or a choice never depends on the order of additions. Only the layout of
+flat memory is taken from the run that is checked: what is chosen depends on neighbours there.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.compression import Codec, MinMaxUInt8
+from tests import harness
 from tests.harness import (
     Losses,
     OptimizerMaker,
@@ -44,6 +46,95 @@ def model_of(rank: int = 0) -> torch.nn.Module:
 def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
     inputs, targets = batch(rank, step)
     return torch.nn.functional.mse_loss(model(inputs.double()), targets.double())
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Replicas:
+    """A model and an optimizer for each rank.
+
+    Args:
+        size: number of ranks.
+        make_optimizer: makes each optimizer.
+        make: makes each model.
+        losses: loss of a model, on a rank, in a step.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        make_optimizer: OptimizerMaker = plain_sgd,
+        make: Callable[[], nn.Module] = mlp,
+        losses: Losses = harness.loss_of,
+    ) -> None:
+        self.models = [make() for _ in range(size)]
+        self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
+        self.named = [dict(model.named_parameters()) for model in self.models]
+        self.losses = losses
+
+    def backward(self, number: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            self.losses(model, rank, number).backward()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def step(self, number: int) -> None:
+        """Each rank by itself."""
+        self.backward(number)
+        self.update()
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The weights, a row for each rank."""
+        return torch.stack([nn.utils.parameters_to_vector(one.parameters()).detach() for one in self.models])
+
+    @rows.setter
+    def rows(self, rows: torch.Tensor) -> None:
+        for one, row in zip(self.models, rows.expand(len(self.models), -1), strict=True):
+            nn.utils.vector_to_parameters(row.clone(), one.parameters())
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self.rows.mean(dim=0)
+
+    def weights(self) -> list[State]:
+        return [{name: one.detach().clone() for name, one in named.items()} for named in self.named]
+
+    def states(self) -> list[State]:
+        return [snapshot(model) for model in self.models]
+
+    def assert_equals(self, results: Sequence[State]) -> None:
+        for result, expected in zip(results, self.states(), strict=True):
+            assert_close(result, expected)
+
+
+class Anchored(Replicas):
+    """Ranks whose weights are put to an anchor that an outer optimizer steps.
+
+    Args:
+        size: number of ranks.
+        outer: makes the outer optimizer.
+        more: further arguments of ``Replicas``.
+    """
+
+    def __init__(self, size: int, outer: Callable[..., torch.optim.Optimizer], **more) -> None:
+        super().__init__(size, **more)
+        self.anchor = nn.Parameter(self.rows[0])
+        self.outer = outer([self.anchor])
+
+    def average(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of what ranks have learned: they count alike."""
+        return rows.mean(dim=0)
+
+    def outer_step(self) -> None:
+        self.anchor.grad = self.average(self.anchor.detach() - self.rows)
+        self.outer.step()
+        self.rows = self.anchor.detach()
 
 
 def train(algorithm: Algorithm, make: OptimizerMaker, steps: int = STEPS) -> tuple[State, Layout]:
@@ -146,32 +237,22 @@ OuterRule = Callable[[Flats], torch.Tensor]
 
 
 def simulate_local(
-    rule: OuterRule | None,
-    every: int,
-    make: OptimizerMaker,
-    steps: int = STEPS,
-    left: Callable[[], Flats] | None = None,
+    rule: OuterRule | None, every: int, make: OptimizerMaker, left: Callable[[], Flats] | None = None
 ) -> list[State]:
     """Every rank trains alone; every so often a rule makes one step of all their differences from the anchor.
 
     What is ``left`` after it is the difference of each rank from the new anchor; nothing, if that is None.
     """
-    models = [model_of() for _ in range(SIZE)]
-    optimizers = [make(model.parameters()) for model in models]
-    anchor = copy.deepcopy(models[0])
+    ranks = Replicas(SIZE, make, model_of, loss_of)
     numel, places = whole_layout()
-    for step in range(steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+    anchor = flatten(snapshot(ranks.models[0]), numel, places)
+    for step in range(STEPS):
+        ranks.step(step)
         if rule is not None and (step + 1) % every == 0:
-            start = flatten(snapshot(anchor), numel, places)
-            end = start - rule([start - flatten(snapshot(model), numel, places) for model in models])
-            write(anchor, end, places)
-            for model, lost in zip(models, left() if left else [torch.zeros_like(end)] * SIZE, strict=True):
-                write(model, end - lost, places)
-    return [snapshot(model) for model in models]
+            anchor = anchor - rule([anchor - flatten(state, numel, places) for state in ranks.states()])
+            for model, lost in zip(ranks.models, left() if left else [torch.zeros_like(anchor)] * SIZE, strict=True):
+                write(model, anchor - lost, places)
+    return ranks.states()
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 import bagua.comm
 from bagua import testing
@@ -32,12 +31,11 @@ from bagua.algorithms import (
 from bagua.comm import long_wait
 from bagua.comm.long_wait import LongWait
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
-from bagua.parallel import with_bagua
 from tests.algorithms.test_toys import WarmsUp
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot
-from tests.parallel.decentralized_simulation import train as train_decentralized
-from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
+from tests.parallel.test_decentralized import train as train_decentralized
+from tests.parallel.test_decentralized import wrap as wrap_decentralized
 from tests.parallel.wrapping import WRAPS, Loop, Recomputed, Twice, Wrap, on_ranks
 
 
@@ -64,10 +62,6 @@ def fails_on_rank_0(monkeypatch):
         return run(self, flight, group)
 
     monkeypatch.setattr(Mean, "run", fails)
-
-
-def _raise(gradient: torch.Tensor) -> None:
-    raise CodecError("user's hook")
 
 
 @pytest.mark.parametrize(
@@ -116,23 +110,20 @@ def test_a_parameter_that_arrives_twice_in_one_backward_is_named():
         Loop(make=Twice).train(2)
 
 
-def _raise_in_a_hook(model: torch.nn.Module) -> RemovableHandle:
-    # In the last bucket: the first one is under way by then.
-    return model[0].weight.register_hook(_raise)
-
-
-def _detach(model: torch.nn.Module) -> RemovableHandle:
-    return model[1].register_forward_hook(lambda module, inputs, output: output.detach())
-
-
-MISHAPS = {"hook": _raise_in_a_hook, "unused": _detach}
-
-
 def _train_through_a_mishap(mishap: str) -> tuple[str, State]:
     """What ends the training when something happens to rank 1 only, and the weights after training on, wrapped anew."""
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise CodecError("user's hook")
+
     loop = Loop()
     loop.train(3)
-    handle = MISHAPS[mishap](loop.model) if loop.rank == 1 else None
+    if loop.rank != 1:
+        handle = None
+    elif mishap == "hook":  # In the last bucket: the first one is under way by then.
+        handle = loop.model[0].weight.register_hook(fails)
+    else:
+        handle = loop.model[1].register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises((BaguaError, CodecError)) as caught:
         loop.train(7)
     if handle is not None:
@@ -219,10 +210,7 @@ def one_bucket(wrap: Wrap | str = "with_bagua", **options: Any) -> Loop:
 
 
 def with_algorithm(algorithm: Algorithm) -> Loop:
-    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> nn.Module:
-        return with_bagua(model, [optimizer], algorithm, **options)
-
-    return one_bucket(wrap, make_optimizer=optimizer_maker(algorithm))
+    return one_bucket(make_optimizer=optimizer_maker(algorithm), algorithm=algorithm)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

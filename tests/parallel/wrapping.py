@@ -64,6 +64,20 @@ def of_this_rank() -> nn.Module:
     return mlp(bagua.get_rank())
 
 
+class Made(nn.Module):
+    """Parts with equal weights on all ranks, and what becomes of the inputs ``(6, 8)``."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Callable[[], nn.Module | nn.Parameter]) -> None:
+        super().__init__()
+        self.call = forward
+        with seeded():
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        return self.call(self, *inputs, **more)
+
+
 class Branches(nn.Module):
     """Uses ``left`` or ``right``, as its caller says; ``never`` is never used."""
 
