@@ -23,11 +23,10 @@ from tests.harness import (
     assert_same_on_all_ranks,
     mlp,
     reference,
-    seeded,
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import Loop, on_ranks
+from tests.parallel.wrapping import Loop, Made, on_ranks
 
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
 SIZES = [1, 1024, 2048]
@@ -172,10 +171,15 @@ def test_buckets_that_the_user_wants_stay():
 @on_ranks(2)
 def test_mixed_dtypes_keep_the_order_of_their_gradients():
     """Settings with few buckets must not spoil the order for settings with many."""
-    with seeded():
-        dtypes = (torch.float32, torch.float64) * 2
-        layers = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
-    wrapped, _ = bagua_init(Alternating(layers), [], message_size=1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs.to(layer.weight.dtype))
+        return inputs
+
+    dtypes = (torch.float32, torch.float64) * 2
+    alternating = Made(forward, layers=lambda: nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)))
+    wrapped, _ = bagua_init(alternating, [], message_size=1)
     wrapped(torch.ones(1, 4)).sum().backward()
     reducer = wrapped._bagua_engine.reducer
     before = [bucket.names for bucket in wrapped.bagua_buckets]
@@ -202,19 +206,6 @@ def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
         assert thread_ranks(2, train) == [[True] * 6] * 2
     finally:
         gc.enable()
-
-
-class Alternating(nn.Module):
-    """Layers whose dtypes alternate."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            inputs = layer(inputs.to(layer.weight.dtype))
-        return inputs
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])

@@ -1,8 +1,9 @@
-"""What counts as a step, what happens to gradients in it, and updates that are skipped."""
+"""What counts as a step, what happens to gradients in it, and ranks that make fewer steps than others."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,10 +16,14 @@ import bagua.comm
 from bagua.algorithms import Algorithm, DifferenceMix, Flight, LowPrecisionDecentralizedAlgorithm, TopKAlgorithm
 from bagua.comm import ProcessGroup
 from bagua.engine.gradients import has_finite_gradients
-from bagua.errors import BaguaError, ConfigurationError
-from bagua.parallel import with_bagua
+from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
+from bagua.parallel import BaguaModule, with_bagua
+from tests.algorithms.stacked import Anchored
+from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
+from tests.contract.algorithms import optimizer_maker
 from tests.harness import (
     State,
+    adam,
     assert_close,
     assert_same_on_all_ranks,
     batch,
@@ -30,11 +35,12 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.test_models import ALGORITHMS, OPTIONS, optimizer_maker
+from tests.parallel.test_models import ALGORITHMS, declared
 from tests.parallel.wrapping import (
     WRAPS,
     Branches,
     Loop,
+    Made,
     assert_trained,
     branch_loss,
     by_bagua_init,
@@ -80,7 +86,7 @@ class Steps(Loop):
     """Each of its steps makes gradients in some way."""
 
     def __init__(self, name: str, way: Callable[..., None] = by_a_method) -> None:
-        algorithm, self.way = Algorithm.init(name, **OPTIONS.get(name, {})), way
+        algorithm, self.way = declared(name), way
         options = {"algorithm": algorithm, "find_unused_parameters": True}
         super().__init__("with_bagua", constant_heads, optimizer_maker(algorithm), **options)
 
@@ -120,7 +126,7 @@ def test_parts_of_a_container_train_in_turns(name, trained) -> State:
     rank = bagua.comm.get_rank()
     parts = nn.ModuleDict({"first": mlp(1), "last": mlp(2)})
     optimizers = {key: sgd(part.parameters()) for key, part in parts.items()}
-    algorithm = Algorithm.init(name, **OPTIONS.get(name, {}))
+    algorithm = declared(name)
     model: Any = by_with_bagua(parts, list(optimizers.values()), algorithm=algorithm, find_unused_parameters=True)
     for step in range(STEPS):
         for key in trained:
@@ -205,6 +211,19 @@ def perturbed(model: nn.Module) -> Iterator[None]:
             parameter.copy_(before)
 
 
+def _climb_and_descend(loop: Loop, synchronized: bool = False) -> State:
+    """Five steps; a rank's own gradient, by which it climbs, is not exchanged unless it is ``synchronized``."""
+    for step in range(5):
+        loop.optimizer.zero_grad()
+        with contextlib.nullcontext() if synchronized else loop.wrapped.no_sync():
+            loss_of(loop.wrapped, loop.rank, step).backward()
+        with perturbed(loop.model):
+            loop.optimizer.zero_grad()
+            loss_of(loop.wrapped, loop.rank, step).backward()
+        loop.optimizer.step()
+    return snapshot(loop.model)
+
+
 def _sharpness_aware() -> State:
     """What two ranks come to, on one."""
     model = mlp()
@@ -228,21 +247,10 @@ def _sharpness_aware() -> State:
 @pytest.mark.parametrize("check_every", [0, 1, None])
 @pytest.mark.parametrize("given", [True, False], ids=["with the optimizer", "without"])
 def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_every, given):
-    def train() -> State:
-        rank, model = bagua.comm.get_rank(), mlp()
-        optimizer = sgd(model.parameters())
-        wrapped: Any = by_with_bagua(model, [optimizer] if given else [], check_every=check_every)
-        for step in range(5):
-            optimizer.zero_grad()
-            with wrapped.no_sync():
-                loss_of(wrapped, rank, step).backward()
-            with perturbed(model):
-                optimizer.zero_grad()
-                loss_of(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        return by_with_bagua(model, [optimizer] if given else [], check_every=check_every)
 
-    states = thread_ranks(2, train)
+    states = thread_ranks(2, lambda: _climb_and_descend(Loop(wrap)))
     assert_same_on_all_ranks(states)
     assert_close(states[0], _sharpness_aware())
 
@@ -268,22 +276,17 @@ def test_unused_parameters_are_an_error_that_lists_them_on_every_rank(thread_ran
     assert "find_unused_parameters" in left
 
 
-class Sides(nn.Module):
-    """Two parameters, of which a step uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.zeros(64)) for _ in range(2))
-
-    def forward(self, side: str) -> torch.Tensor:
-        return (self.left * torch.arange(1.0, 65.0)).sum() if side == "left" else (self.right * 0.0).sum()
+def one_side(self: Any, side: str) -> torch.Tensor:
+    """Of two parameters, a step uses one."""
+    return (self.left * torch.arange(1.0, 65.0)).sum() if side == "left" else (self.right * 0.0).sum()
 
 
 @pytest.mark.parametrize("fusion", [True, False])
 @on_ranks(2)
 def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(fusion):
     """A quarter of what is left is sent in each step, also when nobody uses the parameter any more."""
-    model, algorithm = Sides(), TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
+    model = Made(one_side, **dict.fromkeys(("left", "right"), lambda: nn.Parameter(torch.zeros(64))))
+    algorithm = TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wrapped = with_bagua(model, optimizer, algorithm, find_unused_parameters=True, do_flatten=fusion)
     for side in ("left", *("right",) * 4):
@@ -425,17 +428,6 @@ def test_ranks_leave_training_for_something_else_together(thread_ranks, optimize
             assert torch.equal(weight, asked[rank][0][name])
 
 
-class Unusual(nn.Module):
-    """Has a parameter without elements, and an optimizer that also has a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.nothing = mlp(), nn.Parameter(torch.empty(0))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.body(inputs) + self.nothing.sum()
-
-
 @on_ranks(2)
 def test_gradients_without_elements_and_sparse_ones_are_looked_at_too():
     table = nn.Embedding(4, 2, sparse=True)
@@ -446,7 +438,11 @@ def test_gradients_without_elements_and_sparse_ones_are_looked_at_too():
     def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return sgd([*parameters, *table.parameters()])
 
-    loop = Loop("with_bagua", Unusual, optimizer_of, loss, algorithm="low_precision_decentralized")
+    def unusual() -> nn.Module:
+        nothing = {"body": mlp, "nothing": lambda: nn.Parameter(torch.empty(0))}
+        return Made(lambda self, inputs: self.body(inputs) + self.nothing.sum(), **nothing)
+
+    loop = Loop("with_bagua", unusual, optimizer_of, loss, algorithm="low_precision_decentralized")
     loop.train(FEW_STEPS)
     assert all(weight.isfinite().all() for weight in loop.wrapped.state_dict().values())
 
@@ -462,23 +458,14 @@ def test_gradients_whose_norm_overflows_are_finite_all_the_same(value, finite):
     assert has_finite_gradients(sgd(parameters)) is finite
 
 
-def _sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How many exchanges each rank has started, of whatever is sent after the optimizers."""
-    counted: Counter[int] = Counter()
-    run = DifferenceMix.run
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch, interval):
+    """Two losses, one update: each backward pass is a step, and each update pays what the steps before it owe."""
+    counted, run = Counter[int](), DifferenceMix.run
 
     def count(self: DifferenceMix, flight: Flight, group: ProcessGroup) -> None:
         counted[group.rank] += 1
         run(self, flight, group)
-
-    monkeypatch.setattr(DifferenceMix, "run", count)
-    return counted
-
-
-@pytest.mark.parametrize("interval", [1, 2, 3])
-def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch, interval):
-    """Two losses, one update: each backward pass is a step, and each update pays what the steps before it owe."""
-    counted = _sent(monkeypatch)
 
     def train() -> None:
         algorithm = LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
@@ -491,29 +478,19 @@ def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch
             loop.optimizer.step()
         snapshot(loop.model)
 
+    monkeypatch.setattr(DifferenceMix, "run", count)
     thread_ranks(2, train)
     due = [t for t in range(1, 13) if (t - 1) % interval == 0]
     assert counted == {rank: len({(t - 1) // 2 for t in due}) for rank in (0, 1)}
 
 
-def _climb_and_descend(synchronized: bool) -> State:
-    """Sharpness-aware minimization: the gradient is that of weights a little further uphill."""
-    loop = Loop("with_bagua", algorithm="low_precision_decentralized")
-    for step in range(4):
-        loop.optimizer.zero_grad()
-        with contextlib.nullcontext() if synchronized else loop.wrapped.no_sync():
-            loss_of(loop.wrapped, loop.rank, step).backward()
-        with perturbed(loop.model):
-            loop.optimizer.zero_grad()
-            loss_of(loop.wrapped, loop.rank, step).backward()
-        loop.optimizer.step()
-    return snapshot(loop.model)
-
-
 def test_weights_that_were_changed_by_no_optimizer_are_not_sent(thread_ranks):
+    def train(synchronized: bool) -> State:
+        return _climb_and_descend(Loop("with_bagua", algorithm="low_precision_decentralized"), synchronized)
+
     with pytest.raises(ConfigurationError, match=r"weights were changed.*no_sync"):
-        thread_ranks(2, _climb_and_descend, True)
-    for state in thread_ranks(2, _climb_and_descend, False):
+        thread_ranks(2, train, True)
+    for state in thread_ranks(2, train, False):
         assert all(value.isfinite().all() for value in state.values())
 
 
@@ -530,3 +507,210 @@ def test_weights_may_be_loaded_in_place_of_an_update():
             loop.optimizer.step()
         started.append(all(torch.equal(one, before[name]) for name, one in loop.model.named_parameters()))
     assert started == [False, False, True, False]
+
+
+# Ranks with more data than others: no rank waits without end, and results are those of torch.
+
+ONE_BUCKET_BYTES = 10**9
+RANKS = 3
+#: Batches of each rank.
+BATCHES = (2, 6, 4)
+
+
+def losses_of(batches, by_initial_size=True):
+    """Ranks that have no data left have gradients of zero; the mean is that of all ranks, or of those who have data."""
+
+    def loss(model, rank, step):
+        here = len(batches) if by_initial_size else sum(step < one for one in batches)
+        return loss_of(model, rank, step) * (step < batches[rank]) * len(batches) / here
+
+    return loss
+
+
+@pytest.mark.parametrize("by_initial_size", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET_BYTES, 64])
+def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks, by_initial_size, bucket_bytes):
+    def rank_trains():
+        loop = Loop(with_bagua, bucket_bytes=bucket_bytes, check_every=1)
+        with loop.wrapped.join(divide_by_initial_world_size=by_initial_size):
+            loop.train(BATCHES[loop.rank])
+        return snapshot(loop.model), loop.train()  # All go on together, and are compared.
+
+    rows = thread_ranks(RANKS, rank_trains)
+    expected = reference(mlp(), sgd, RANKS, range(max(BATCHES)), losses_of(BATCHES, by_initial_size))
+    for in_the_end, _ in rows:
+        torch.testing.assert_close(in_the_end, expected)
+    assert_same_on_all_ranks([later for _, later in rows])
+
+
+PERIOD = 3
+#: Batches of each rank in the three periods of a run, the first of which comes before the ``join`` block.
+IN_PERIOD = ((3, 3, 3), (2, 3, 3), (0, 3, 1))
+
+
+def expected_alone(outer):
+    """In plain torch: ranks train alone, and all count alike in a mean, with data or without."""
+    ranks, made = Anchored(RANKS, outer, make_optimizer=sgd), [0] * RANKS
+    for batches in IN_PERIOD:
+        for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+            train_steps(model, optimizer, rank, range(made[rank], made[rank] + batches[rank]))
+            made[rank] += batches[rank]
+        ranks.outer_step()
+    return snapshot(ranks.models[0])
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
+    options = {"outer_lr": 0.7, "outer_momentum": 0.5} if name == "diloco" else {}
+    inside = {"lr": 0.7, "momentum": 0.5, "nesterov": True} if options else {"lr": 1.0}
+
+    def rank_trains():
+        loop = Loop(with_bagua, algorithm=Algorithm.init(name, sync_every=PERIOD, **options))
+        loop.train(PERIOD)
+        with loop.wrapped.join():
+            loop.train(sum(batches[loop.rank] for batches in IN_PERIOD[1:]))
+        return snapshot(loop.model)
+
+    expected = expected_alone(functools.partial(torch.optim.SGD, **inside))
+    for state in thread_ranks(RANKS, rank_trains):
+        torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.parametrize("batches", [(0, 8), (1, 8), (5, 8)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        QuickQAdam(),
+        QuickOneBitAdam(),
+        QuickOneBitLamb(),
+        *map(Algorithm.init, ("gradient_allreduce", "bytegrad", "dion")),
+    ],
+    ids=repr,
+)
+def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algorithm, batches):
+    """Momenta, too: one that stood still would add what is old in every step that follows."""
+
+    def rank_trains(joins):
+        options = {"algorithm": algorithm, "bucket_bytes": ONE_BUCKET_BYTES}
+        loop = Loop("with_bagua", mlp, optimizer_maker(algorithm), losses_of(batches), **options)
+        with loop.wrapped.join(enable=joins):
+            loop.train(batches[loop.rank] if joins else max(batches))
+        return snapshot(loop.model)
+
+    assert_same_on_all_ranks(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
+
+
+@on_ranks(2, assert_same_on_all_ranks)
+def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
+    loop = Loop(lambda model, _: with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1)))
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+    return snapshot(loop.model)
+
+
+@on_ranks(2)
+def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped():
+    loop = Loop("with_bagua", mlp, adam)
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+    assert [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()] == [3.0] * 6
+
+
+def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
+    def rank_trains():
+        loop = Loop("data_parallel", lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4)))
+        with loop.wrapped.join():
+            loop.train((1, 4)[loop.rank])
+        return int(loop.model[1].num_batches_tracked), loop.model[1].running_mean.clone()
+
+    first, second = thread_ranks(2, rank_trains)
+    assert first[0] == second[0] == 4
+    assert torch.equal(first[1], second[1])
+
+
+@on_ranks(2, assert_same_on_all_ranks)
+def test_accumulated_gradients_are_no_steps():
+    loop = Loop(with_bagua)
+    with loop.wrapped.join():
+        for _ in range((2, 3)[loop.rank]):
+            with loop.wrapped.no_sync():
+                loop.backward()
+            loop.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        with loop.wrapped.no_sync():  # What is left over of the data.
+            loop.backward()
+    return snapshot(loop.model)
+
+
+def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
+    def rank_trains():
+        loop = Loop(with_bagua)
+        caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
+        with caught as told, loop.wrapped.join(throw_on_early_termination=True):
+            loop.train(BATCHES[loop.rank])
+        return told.value.peers, loop.train()
+
+    rows = thread_ranks(RANKS, rank_trains)
+    assert [peers for peers, _ in rows] == [(0,)] * RANKS
+    assert_same_on_all_ranks([weights for _, weights in rows])
+
+
+def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
+    def rank_trains(enable):
+        loop = Loop(with_bagua)
+        with loop.wrapped.join(enable=enable):
+            loop.train(3)
+        return snapshot(loop.model)
+
+    (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
+    assert_same_on_all_ranks([off, on])
+
+
+def test_a_module_keeps_what_it_calls_join():
+    class Joins(torch.nn.Linear):
+        def join(self):
+            return "mine"
+
+    holds = torch.nn.ModuleDict({"join": torch.nn.Linear(2, 2)})
+    for module, wanted in ((Joins(2, 2), "mine"), (holds, holds["join"])):
+        model = with_bagua(module, [sgd(module.parameters())], "gradient_allreduce", bagua.comm.solo_group())
+        assert (model.join() if wanted == "mine" else model.join) == wanted
+        with BaguaModule.join(model):
+            pass
+
+
+@on_ranks(2, assert_same_on_all_ranks)
+def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
+    loop = Loop(with_bagua)
+    with loop.wrapped.join():
+        loop.train((1, 3)[loop.rank])
+        if loop.rank == 0:
+            loop.loss()
+    return snapshot(loop.model)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "why"),
+    [
+        ("diloco", {"divide_by_initial_world_size": False}, "only gradients of the same step"),
+        ("gradient_allreduce", {"enable": 1}, "argument enable"),
+        ("async", {}, "do not wait for each other's steps"),
+    ],
+)
+@on_ranks(2)
+def test_bad_use_is_refused(algorithm, options, why):
+    with pytest.raises(ConfigurationError, match=why), Loop(with_bagua, algorithm=algorithm).wrapped.join(**options):
+        pass
+
+
+@on_ranks(2)
+def test_a_step_that_ranks_without_data_do_not_know_of_is_refused():
+    """Two forward passes announce one step, so two backward passes behind them would be one too many."""
+    loop = Loop(with_bagua)
+    why, error = ("without a forward pass of its own", ConfigurationError) if loop.rank else ("rank 1", PeerLostError)
+    with pytest.raises(error, match=why), loop.wrapped.join():
+        first, second = loop.loss(), loop.loss()
+        first.backward()
+        if loop.rank:
+            second.backward()
