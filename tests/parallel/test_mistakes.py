@@ -1,29 +1,43 @@
-"""What users get wrong: wrong arguments, typical mistakes, two wrappers at once. Errors say what to do."""
+"""What users get wrong: wrong arguments, typical mistakes, ranks that come to differ. Errors say what to do."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import bagua.torch_api as bagua
-from bagua import parallel
+import bagua.comm
+from bagua import parallel, torch_api
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.comm import solo_group
 from bagua.engine.reducer import BucketType, Reducer
-from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError, UnsupportedAlgorithmException
-from bagua.parallel import DistributedDataParallel, with_bagua
+from bagua.engine.state.agreement import gather_objects
+from bagua.engine.state.replicas import plain
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    ConfigurationError,
+    InvalidTensorError,
+    InvalidTypeError,
+    PeerLostError,
+    UnsupportedAlgorithmException,
+)
+from bagua.optim import QAdamOptimizer
+from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper
+from bagua.primitives import differ_by_rounding, quick_digest
 from bagua.testing import ThreadRanks
 from bagua.torch_api.data_parallel import DecentralizedDataParallel
-from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.harness import State, assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Loop, on_ranks
 
 
@@ -198,7 +212,7 @@ def test_one_size_of_buckets_counts():
 def test_an_optimizer_of_another_model_is_told(thread_ranks, caplog, own, times):
     def wrap() -> None:
         model, other = mlp(), mlp()
-        bagua.with_bagua(model, [sgd(model.parameters()), sgd((model if own else other).parameters())])
+        torch_api.with_bagua(model, [sgd(model.parameters()), sgd((model if own else other).parameters())])
 
     with caplog.at_level(logging.WARNING, "bagua"):
         thread_ranks(2, wrap)
@@ -237,7 +251,7 @@ MISTAKES = {
 
 
 def wrapped(model, optimizer, *algorithm):
-    return bagua.with_bagua(model, optimizer, *algorithm, process_group=solo_group())
+    return torch_api.with_bagua(model, optimizer, *algorithm, process_group=solo_group())
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -252,16 +266,19 @@ def test_what_the_error_says(name):
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:
-    loop = Loop(bagua.with_bagua, bucket_bytes=100)
+    loop = Loop(torch_api.with_bagua, bucket_bytes=100)
     wrapped = loop.wrapped
     assert wrapped is loop.model
     assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
     loop.train(2)
-    assert bagua.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
+    assert torch_api.with_bagua(wrapped, loop.optimizer, "bytegrad", bucket_bytes=200) is loop.model
     loop.train(2)
-    assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.formation.options.bucket_bytes) == ([loop.optimizer], 200)
+    assert (wrapped.bagua_optimizers, wrapped._bagua_engine.reducer.formation.options.bucket_bytes) == (
+        [loop.optimizer],
+        200,
+    )
     with pytest.raises(UnsupportedAlgorithmException):
-        bagua.with_bagua(wrapped, loop.optimizer, "bytegrab")
+        torch_api.with_bagua(wrapped, loop.optimizer, "bytegrab")
     assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
     return snapshot(loop.model)
 
@@ -298,11 +315,11 @@ def test_options_that_are_nearly_right_are_answered():
     with pytest.raises(TypeError, match=r"avrage.*hierarchical.*average"):
         Algorithm.init("gradient_allreduce", avrage=True)
     with pytest.raises(TypeError, match=r"unknown keyword arguments: bucket_byte; .*Did you mean 'bucket_bytes'\?"):
-        bagua.with_bagua(mlp(), [], bucket_byte=1)
+        torch_api.with_bagua(mlp(), [], bucket_byte=1)
     for call in (
-        partial(bagua.with_bagua, mlp(), [], algorithm="diloco"),
+        partial(torch_api.with_bagua, mlp(), [], algorithm="diloco"),
         partial(DistributedDataParallel, mlp(), algorithm="diloco"),
-        partial(bagua.bagua_init, mlp(), [], "diloco"),
+        partial(torch_api.bagua_init, mlp(), [], "diloco"),
     ):
         with pytest.raises(TypeError, match=r"has sync_every: pass DiLoCoAlgorithm\(sync_every=\.\.\.\) as the alg"):
             call(sync_every=8)
@@ -310,20 +327,20 @@ def test_options_that_are_nearly_right_are_answered():
 
 def test_names_that_another_module_has_say_which():
     with pytest.raises(AttributeError, match=r"bagua\.distributed\.get_backend has it"):
-        _ = bagua.get_backend
+        _ = torch_api.get_backend
     with pytest.raises(AttributeError, match=r"bagua\.comm\.allgather has it"):
-        _ = bagua.allgather
+        _ = torch_api.allgather
 
 
 def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
     layer = torch.nn.Linear(1, 1)
     with pytest.raises(InvalidTypeError, match=r"class GradientAllReduceAlgorithm\)\. Make one: GradientAll\w+\(\)\."):
-        bagua.with_bagua(layer, [], GradientAllReduceAlgorithm, solo_group())
+        torch_api.with_bagua(layer, [], GradientAllReduceAlgorithm, solo_group())
 
 
 def test_debug_says_what_is_exchanged_and_info_does_not(thread_ranks, caplog):
     def train() -> None:
-        Loop(lambda model, optimizer: bagua.with_bagua(model, optimizer, "bytegrad", bucket_bytes=600)).train()
+        Loop(lambda model, optimizer: torch_api.with_bagua(model, optimizer, "bytegrad", bucket_bytes=600)).train()
 
     for level, times in (("INFO", 0), ("DEBUG", 1)):
         caplog.clear()
@@ -349,7 +366,7 @@ def test_passes_of_one_update_that_are_all_exchanged_are_told_once(thread_ranks,
     def train() -> None:
         model = mlp()
         optimizer = sgd(model.parameters())
-        wrapped = bagua.with_bagua(model, optimizer, algorithm)
+        wrapped = torch_api.with_bagua(model, optimizer, algorithm)
         for passes in updates:
             for alone in passes:
                 with wrapped.no_sync() if alone else contextlib.nullcontext():
@@ -436,3 +453,484 @@ def test_a_module_that_is_sharded_is_refused(gloo: None) -> None:
     for module in (sharded, flat):
         with pytest.raises(InvalidTensorError, match="register_fsdp_hook"):
             with_bagua(module, torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", solo_group())
+
+
+# Ranks that come to hold different models by a mistake: found in steps that all ranks know, or repaired on request.
+
+DILOCO = Algorithm.init("diloco", sync_every=2, fragments=1)
+Mistake = Callable[[torch.nn.Module, torch.optim.Optimizer, int], None]
+
+
+def load_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.load_state_dict(mlp(seed=7).state_dict())
+
+
+def assign_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.load_state_dict(mlp(seed=7).state_dict(), assign=True)
+
+
+def forget_a_layer(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 1:
+        torch.nn.init.zeros_(model[2].weight)
+
+
+def other_rate(_: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+
+
+def nothing(*_: Any) -> None:
+    return
+
+
+def train(
+    mistake: Mistake, at: int, algorithm: Algorithm | str = "gradient_allreduce", steps: int = 6, **options: Any
+) -> tuple[BaguaError | None, int, State]:
+    """What ended the training, before which step, and the weights."""
+    loop = Loop("with_bagua", algorithm=algorithm, **options)
+    try:
+        for step in range(steps):
+            if step == at:
+                mistake(loop.model, loop.optimizer, loop.rank)
+            loop.train()
+    except BaguaError as error:
+        return error, loop.step - 1, snapshot(loop.model)
+    return None, steps, snapshot(loop.model)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, ranks: Callable[..., Any], *arguments: Any) -> str:
+    """What ranks said while they ran."""
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ranks(*arguments)
+    return caplog.text
+
+
+DIFFERENCES = {
+    "load": (load_on_first, r"weights: 0\.weight .*Only rank 0 loaded weights, before step"),
+    "init": (forget_a_layer, r"weights: 2\.weight .*Change weights on all ranks alike"),
+    "rate": (
+        other_rate,
+        r"settings of optimizers: lr of optimizer 0 \(SGD\).*first: 0\.weight.*0\.1 on rank 0.*0\.2 on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.parametrize(("at", "options"), [(0, {}), (3, {"check_every": 1})], ids=["at first", "later"])
+def test_ranks_that_differ_get_an_error_that_names_what_and_who(thread_ranks, name, at, options):
+    mistake, message = DIFFERENCES[name]
+    ends = thread_ranks(3, partial(train, **options), mistake, at)
+    for rank, (error, step, _) in enumerate(ends):
+        assert isinstance(error, CollectiveMismatchError)
+        assert step == at
+        assert error.rank == rank
+        assert error.peers == ((1, 2) if name == "load" else (1,))
+        with pytest.raises(CollectiveMismatchError, match=message):
+            raise error
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "top_k"])
+@on_ranks(2)
+def test_calls_that_cross_on_the_model_name_what_each_rank_does(algorithm):
+    """Rank 0 alone loads all parts of a checkpoint, while rank 1 makes its first step."""
+    loop = Loop("with_bagua", algorithm=algorithm)
+    saved = loop.wrapped.bagua_state_dict()
+    with pytest.raises(CollectiveMismatchError, match="ranks make different calls on the model") as found:
+        loop.wrapped.bagua_load_state_dict(saved) if loop.rank == 0 else loop.train()
+    assert "a comparison of checkpoints" in str(found.value)
+    assert "the forming of buckets" in str(found.value)
+
+
+@on_ranks(2)
+def test_an_agreement_that_meets_another_call_on_objects_is_an_error_on_its_rank():
+    communicator = bagua.comm.get_default_group().global_communicator
+    if bagua.comm.get_rank():
+        communicator.allgather_object(True)
+        return
+    with pytest.raises(CollectiveMismatchError, match=r"a test, others have another call"):
+        gather_objects(communicator, "a test", 1)
+
+
+def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, partial(train, steps=105), load_on_first, 3)
+    assert [(type(error), step) for error, step, _ in ends] == [(CollectiveMismatchError, 100)] * 2
+    assert caplog.text.count("rank 0 loaded weights before step 3, and rank 1 did not") == 1
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "local_sgd"])
+def test_where_ranks_differ_on_purpose_only_a_load_on_one_rank_is_a_mistake(thread_ranks, algorithm):
+    ends = thread_ranks(2, partial(train, check_every=1), forget_a_layer, 3, algorithm)
+    assert [error for error, _, _ in ends] == [None, None]
+    for error, step, _ in thread_ranks(2, partial(train, check_every=1), load_on_first, 3, algorithm):
+        assert isinstance(error, CollectiveMismatchError)
+        assert step == 3
+        assert "Only rank 0 loaded weights, before step 3" in str(error)
+
+
+@pytest.mark.parametrize(("mistake", "algorithm"), [(assign_on_first, "gradient_allreduce"), (load_on_first, DILOCO)])
+def test_a_model_that_changed_on_one_rank_alone_keeps_nobody_waiting(thread_ranks, mistake, algorithm):
+    """Before, both waited until their timeouts, each for the other."""
+    (first, _, _), (second, _, _) = thread_ranks(2, train, mistake, 2, algorithm)
+    assert isinstance(first, CollectiveMismatchError)
+    assert first.peers == (1,)
+    assert "on every rank" in str(first)
+    assert isinstance(second, PeerLostError)
+    assert "change of the model that other ranks did not make" in str(second)
+
+
+def in_buckets_of_the_user(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    return OverlappingWrapper(model, optimizer, buckets=[["bias"], ["weight"]])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "gradients", "times"),
+    [
+        *((wrap, *case) for wrap in ("gradient_allreduce", in_buckets_of_the_user)
+          for case in (([1.0, 1.0], 1), ([1.0, 2.0], 0), ([0.0, 0.0], 0))),
+        ("gradient_allreduce", [1.0], 0),
+        *((name, [1.0, 1.0], 1) for name in ("local_sgd", "decentralized", "diloco")),  # Buckets exist from the start.
+    ],
+)  # fmt: skip
+def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, wrap, gradients, times):
+    def train_on_the_same_data() -> None:
+        own = wrap if callable(wrap) else lambda *made: with_bagua(*made, wrap)
+        with seeded():
+            layer = torch.nn.Linear(2, 2)
+        loop = Loop(own, lambda: layer)
+        for _ in range(2):
+            (loop.wrapped(torch.ones(1, 2)).sum() * gradients[loop.rank]).backward()
+            loop.optimizer.step()
+
+    told = warnings_of(caplog, thread_ranks, len(gradients), train_on_the_same_data)
+    assert told.count("computed the same gradient in the first step") == times
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("numel", [1, 3, 1000])
+def test_a_digest_depends_on_each_element_and_its_place(dtype, numel):
+    tensor = torch.arange(1, numel + 1).to(dtype)
+    same = quick_digest([tensor.clone()])
+    assert quick_digest([tensor]) == same
+    for place in {0, numel // 2, numel - 1}:
+        other = tensor.clone()
+        other[place] += 64
+        assert quick_digest([other]) != same
+    if numel > 1:
+        assert quick_digest([tensor.flip(0)]) != same
+    assert quick_digest([tensor, tensor]) != same
+
+
+def test_a_digest_reads_small_tensors_all_at_once():
+    class Count(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+            self.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    tensors = [torch.ones(100) for _ in range(200)]
+    with Count() as few:
+        quick_digest(tensors)
+    assert few.operations <= 4 * 200 + 10  # Looked at, one by one; summed, hashed and copied together.
+
+
+def test_a_digest_of_small_tensors_depends_on_their_order():
+    one, other = torch.ones(3), torch.zeros(2, dtype=torch.bfloat16)
+    assert quick_digest([one, other]) == quick_digest([one.clone(), other.clone()])
+    assert quick_digest([one, other]) != quick_digest([other, one])
+
+
+@pytest.mark.parametrize(("second", "times"), [("gradient_allreduce", 1), ("bytegrad", 0)])
+def test_wrapping_twice_with_the_same_algorithm_is_told(thread_ranks, caplog, second, times):
+    def wrap() -> None:
+        model = mlp()
+        for algorithm in ("gradient_allreduce", second):
+            with_bagua(model, sgd(model.parameters()), algorithm)
+
+    told = warnings_of(caplog, thread_ranks, 2, wrap)
+    assert told.count("is wrapped with it again, which averages the weights") == times
+
+
+def test_another_wrapper_around_a_wrapped_model_is_told(thread_ranks, caplog):
+    def wrap() -> None:
+        bagua_init(with_bagua(mlp(), [], "gradient_allreduce"), [])
+
+    told = warnings_of(caplog, thread_ranks, 2, wrap)
+    assert told.count("the earlier wrapper exchanges nothing from now on") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "headline"),
+    [
+        ([{"algorithm": "bytegrad"}, {"algorithm": "qadam"}], "ranks have different algorithms"),
+        ([{"find_unused_parameters": True}, {}], r"ranks have different options \(find_unused_parameters\)"),
+        ([{"seed": 1}, {}], None),
+    ],
+)
+@on_ranks(2)
+def test_a_mismatch_is_headed_by_what_differs(options, headline):
+    own = {"algorithm": "gradient_allreduce", **options[bagua.comm.get_rank()]}
+    model = mlp(own.pop("seed", 0))
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.1)
+    if headline is None:
+        with_bagua(model, optimizer, **own)
+        return
+    with pytest.raises(CollectiveMismatchError, match=headline) as caught:
+        with_bagua(model, optimizer, **own)
+    assert "Build the same model" not in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_run_that_was_resumed_is_compared_as_before():
+    loop = Loop("with_bagua", check_every=1)
+    loop.train(2)
+    saved = {**loop.wrapped.bagua_state_dict(), "step": 5000}
+    loop.wrapped.load_state_dict({name: value.clone() for name, value in loop.wrapped.state_dict().items()})
+    loop.wrapped.bagua_load_state_dict(saved)
+    loop.train()
+    other_rate(loop.model, loop.optimizer, loop.rank)
+    with pytest.raises(CollectiveMismatchError):
+        loop.train()
+
+
+@pytest.mark.parametrize("again", ["", "bytegrad"])
+def test_settings_and_state_of_what_is_not_exchanged_stay_a_rank_s_own(thread_ranks, caplog, again):
+    def train_an_expert_of_its_own() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        model._ddp_params_and_buffers_to_ignore = ["2.weight"]
+        own = model[2].weight
+        rest = [parameter for parameter in model.parameters() if parameter is not own]
+        optimizer = torch.optim.SGD([{"params": rest}, {"params": [own], "lr": 0.1 * (rank + 1)}], lr=0.1, momentum=0.5)
+        for one in (own, rest[0]):
+            optimizer.state[one]["momentum_buffer"] = torch.full_like(one, float(rank))
+        for algorithm in ("gradient_allreduce", again)[: 1 + bool(again)]:
+            wrapped = with_bagua(model, [optimizer], algorithm, check_every=1)
+        momenta = [float(optimizer.state[one]["momentum_buffer"].mean()) for one in (own, rest[0])]
+        train_steps(wrapped, optimizer, rank, range(3))
+        assert (optimizer.param_groups[1]["lr"], momenta) == (0.1 * (rank + 1), [float(rank), 0.0])
+
+    assert "settings of optimizers" not in warnings_of(caplog, thread_ranks, 2, train_an_expert_of_its_own)
+
+
+Wrap = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
+
+
+def _train_with_another_rate(wrap: Wrap, schedule: bool) -> tuple[str, int, float]:
+    """The error, the step before it, and the rate with which training began."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    wrapped = wrap(model, optimizer)
+    rate, step = optimizer.param_groups[0]["lr"], 0
+    try:
+        for step in range(5):
+            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+            if schedule:
+                scheduler.step()
+    except CollectiveMismatchError as error:
+        return str(error), step, rate
+    return "", 5, rate
+
+
+def test_another_learning_rate_when_wrapping_is_told_and_becomes_that_of_rank_0(thread_ranks, caplog):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, _train_with_another_rate, with_bagua, False)
+    assert ends == [("", 5, 0.1)] * 2
+    assert (
+        caplog.text.count(
+            "settings of optimizers: lr of optimizer 0 (SGD), parameter group 0 (first: 0.weight) on rank 1"
+        )
+        == 1
+    )
+    assert "0.1 on rank 0, 0.2 on rank 1" in caplog.text
+
+
+def test_a_scheduler_that_brings_another_learning_rate_back_is_found_in_the_next_step(thread_ranks):
+    for told, step, rate in thread_ranks(2, _train_with_another_rate, with_bagua, True):
+        assert "lr of optimizer 0 (SGD), parameter group 0 (first: 0.weight) on rank 1 is not that of rank 0" in told
+        assert (step, rate) == (1, 0.1)
+
+
+def test_another_learning_rate_of_an_optimizer_that_nobody_passed_is_found_in_the_second_step(thread_ranks):
+    ends = thread_ranks(2, _train_with_another_rate, lambda model, _: with_bagua(model, []), False)
+    for rank, (told, step, rate) in enumerate(ends):
+        assert "ranks have different weights: 0.weight on rank 1 is not that of rank 0" in told
+        assert "with_bagua(model, optimizer) compares those" in told
+        assert (step, rate) == (1, 0.1 * (rank + 1))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_setting_that_only_one_rank_has_is_named(thread_ranks, owner):
+    def add(_: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        if rank == owner:
+            optimizer.param_groups[0]["warm"] = 3
+
+    for error, step, _ in thread_ranks(2, train, add, 0):
+        assert step == 0
+        assert isinstance(error, CollectiveMismatchError)
+        assert "settings of optimizers: warm of optimizer 0 (SGD)" in str(error)
+        assert (error.expected, error.seen) == tuple(f"{'3' if r == owner else 'none'} on rank {r}" for r in range(2))
+
+
+def test_settings_are_compared_without_devices_and_addresses():
+    assert plain((torch.tensor(0.5), [1, None], object())) == [0.5, [1, None], "object"]
+
+
+# Weights that are swapped in and back.
+
+
+def swap_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    """An evaluation of other weights, as of their moving average, on one rank."""
+    if rank == 0:
+        kept = snapshot(model)
+        model.load_state_dict(mlp(seed=7).state_dict())
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        model.train()
+        model.load_state_dict(kept)
+
+
+def load_everywhere(model: torch.nn.Module, _: torch.optim.Optimizer, __: int) -> None:
+    model.load_state_dict(mlp(seed=7).state_dict())
+
+
+def swap_on_first_and_load_everywhere(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    swap_on_first(model, optimizer, rank)
+    load_everywhere(model, optimizer, rank)
+
+
+def load_the_same_everywhere(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    """On rank 0, which holds them already, nothing changes."""
+    state = snapshot(model)
+    model.load_state_dict(bagua.comm.get_default_group().global_communicator.broadcast_object(state))
+
+
+EAGER = Algorithm.init("diloco", sync_every=2, fragments=1, eager=True)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", DILOCO, EAGER, "decentralized"])
+def test_weights_that_are_put_back_change_nothing(thread_ranks, caplog, algorithm):
+    run = partial(train, check_every=1)
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, run, swap_on_first, 3, algorithm)
+        expected = thread_ranks(2, run, nothing, 3, algorithm)
+    assert [error for error, _, _ in ends] == [None, None]
+    for (_, _, seen), (_, _, undisturbed) in zip(ends, expected, strict=True):
+        assert all(torch.equal(seen[name], value) for name, value in undisturbed.items())
+    assert "loaded" not in caplog.text
+
+
+def load_twice_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    for _ in range(2 - rank):
+        model.load_state_dict(mlp(seed=7).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("load", "algorithm", "options"),
+    [
+        *((load_everywhere, name, {"check_every": 1}) for name in ("gradient_allreduce", DILOCO, "decentralized")),
+        *(
+            (load, name, {"check_every": 1})
+            for load in (swap_on_first_and_load_everywhere, load_the_same_everywhere)
+            for name in ("local_sgd", DILOCO)
+        ),
+        (load_twice_on_first, DILOCO, {"steps": 110}),
+    ],
+)
+def test_a_load_on_all_ranks_goes_on(thread_ranks, caplog, load, algorithm, options):
+    """However often each of them loads before one step."""
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, partial(train, **options), load, 3, algorithm)
+    assert [error for error, _, _ in ends] == [None, None]
+    assert "loaded" not in caplog.text
+
+
+@on_ranks(2)
+def test_a_state_saved_after_weights_were_put_back_has_the_anchor():
+    loop = Loop("with_bagua", algorithm=DILOCO)
+    loop.train(3)
+    before = loop.wrapped.bagua_state_dict()["parameters"]
+    swap_on_first(loop.model, loop.optimizer, loop.rank)
+    after = loop.wrapped.bagua_state_dict()["parameters"]
+    name = next(iter(before))
+    assert before[name].keys() == after[name].keys() != set()
+
+
+@on_ranks(2)
+def test_loads_leave_one_key_for_each_rank_in_the_store():
+    loop = Loop("with_bagua", check_every=0)
+    store = loop.reducer.group.store
+    for _ in range(6):
+        load_everywhere(loop.model, loop.optimizer, loop.rank)
+        loop.train()
+        assert sum(store.check([f"loaded{end}"]) for end in ("/0", "/1", *(f"{n}/0" for n in range(7)))) <= 2
+
+
+# Ranks that round differently.
+
+
+def round_otherwise(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 1:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
+
+
+def test_ranks_that_round_differently_are_told_once_and_train_on(thread_ranks, caplog):
+    def train_while_rounding() -> State:
+        loop = Loop("with_bagua", check_every=1)
+        for _ in range(8):
+            loop.train()
+            round_otherwise(loop.model, loop.optimizer, loop.rank)
+        return snapshot(loop.model)
+
+    with caplog.at_level(logging.WARNING, "bagua"):
+        first, second = thread_ranks(2, train_while_rounding)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert caplog.text.count("but only by rounding") == 1
+    assert "0.weight on rank 1 is not that of rank 0" in caplog.text
+
+
+@pytest.mark.parametrize("share", [1e-4, float("inf")])
+def test_more_than_rounding_ends_the_run(thread_ranks, share):
+    def change(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+        if rank == 1:
+            with torch.no_grad():
+                model[2].bias[0] += share * float(model[2].bias.abs().max())
+
+    for error, step, _ in thread_ranks(2, partial(train, check_every=1), change, 3):
+        assert isinstance(error, CollectiveMismatchError)
+        assert step == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.bfloat16])
+@on_ranks(2)
+def test_rounding_is_256_units_in_the_last_place_or_three_hundredths(dtype):
+    group, limit = bagua.comm.get_default_group(), min(256 * torch.finfo(dtype).eps, 0.03)
+    base = torch.linspace(-1, 1, 9, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    for part, allowed in ((0.9, True), (1.4, False)):
+        own = base * (1 + part * limit * group.rank)
+        assert differ_by_rounding([base.to(dtype), own.to(dtype)], group.global_communicator) == allowed
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        ([1, 2], [1, 2], True),
+        ([1, 2], [1, 3], False),
+        ([0.0, 0.0], [0.0, -0.0], True),
+        ([0.0, 0.0], [1e-9, 0.0], False),
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([1.0, float("inf")], [1.0, float("inf")], True),
+        ([1.0, 1.0], [1.0, float("nan")], False),
+        ([], [], True),
+    ],
+)
+@on_ranks(2)
+def test_what_is_not_finite_and_whole_numbers_must_be_equal(first, second, alike):
+    own = torch.tensor([first, second][bagua.comm.get_rank()])
+    assert differ_by_rounding([own], bagua.comm.get_default_group().global_communicator) == alike
