@@ -1,4 +1,4 @@
-"""Asynchronous averaging through the engine, on ranks that are threads: what training gets from it, and how it ends."""
+"""Asynchronous averaging through the engine: what training gets from it, and how it ends, on threads and processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import functools
 import gc
 import itertools
 import math
+import os
 import random
+import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua import testing
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
 from bagua.algorithms.async_model_average import ENDING, FRESH, IMPATIENT, LEAVING, OPEN, SETTLING, Stage, verdict
 from bagua.comm import solo_group
@@ -31,7 +35,7 @@ from bagua.errors import (
     PeerLostError,
 )
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from tests.algorithms.stacked import Replicas, plain_sgd
+from tests.algorithms.stacked import plain_sgd
 from tests.harness import (
     State,
     assert_close,
@@ -44,7 +48,8 @@ from tests.harness import (
     train_steps,
     until,
 )
-from tests.parallel.wrapping import Loop, Recomputed, assert_trained, on_ranks
+from tests.launching import PATIENCE_S, free_port, launched
+from tests.parallel.wrapping import Loop, Recomputed, assert_trained, of_this_rank, on_ranks
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
@@ -164,34 +169,6 @@ def test_what_follows_from_the_words_of_all(words, expected):
 
 
 # What is computed.
-
-
-def test_the_steps_made_meanwhile_are_kept(thread_ranks):
-    def train() -> list[float]:
-        rank, model, seen = bagua.comm.get_rank(), number(), []
-        for _ in range(3):
-            due(model)
-            model.step_by(8.0 * rank)  # The snapshot was put down before.
-            until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
-            model.step_by(1.0)
-            seen.append(model.value)
-        return seen
-
-    assert thread_ranks(2, train) == [[1.0, 6.0, 11.0], [9.0, 14.0, 19.0]]
-
-
-def test_training_is_that_of_one_rank_with_the_mean_of_all_at_the_end(thread_ranks):
-    def train() -> State:
-        loop = Averaged(NEVER)
-        loop.train(5)
-        return loop.abort()
-
-    states, alone = thread_ranks(2, train), Replicas(2, plain_sgd)
-    for step in range(5):
-        alone.step(step)
-    alone.rows = alone.mean
-    assert_same_on_all_ranks(states)
-    alone.assert_equals(states)
 
 
 def _train_and_count(seed: int) -> tuple[list[float], State, float]:
@@ -812,3 +789,128 @@ def test_one_rank_has_nothing_to_do():
     assert_close(snapshot(model), reference(mlp(), plain_sgd, 1, range(3)))
     with pytest.raises(ConfigurationError, match="not the model"):
         wrapped.bagua_algorithm.abort(mlp())
+
+
+# Between processes: both transports, a kill, and scripts that just end.
+
+
+def _averaged_apart() -> Averaged:
+    """A model that has been averaged, from weights of each rank's own."""
+    loop = Averaged(AsyncModelAverageAlgorithm("all", 1), make=of_this_rank)
+    loop.train_until_averaged()
+    return loop
+
+
+def _train_and_abort() -> State:
+    return _averaged_apart().abort()
+
+
+def test_models_are_equal_after_abort(ranks):
+    assert_same_on_all_ranks(ranks(2, _train_and_abort))
+
+
+def _abort_in_a_child() -> int:
+    """The exit status of a forked child that calls ``abort``; its parent averages on."""
+    loop = _averaged_apart()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        status = 1
+        try:
+            loop.abort()
+        except CommunicatorClosedError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    loop.train_until_averaged()
+    loop.abort()
+    return os.waitstatus_to_exitcode(ended)
+
+
+def test_a_forked_child_does_not_wait_for_the_end(process_ranks):
+    assert process_ranks(2, _abort_in_a_child) == [0, 0]
+
+
+def _train_until_killed() -> tuple[int, ...]:
+    loop = _averaged_apart()
+    with pytest.raises(PeerLostError) as caught:
+        loop.train_until(lambda: loop.rank == 1 and averages_of(loop.model) >= 2)
+        testing.die()
+    assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
+    with pytest.raises(PeerLostError):
+        loop.abort()
+    return caught.value.peers
+
+
+def test_a_killed_process_is_named_by_the_others(process_pool):
+    outcomes = process_pool.outcomes(_train_until_killed, size=3)
+    assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [(1,)] * 2, outcomes
+
+
+SCRIPT = """
+import sys
+import time
+import torch
+import bagua.torch_api as bagua
+from bagua.errors import CommunicatorClosedError, PeerLostError
+from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
+
+bagua.init_process_group(backend="gloo")
+rank, ending = bagua.get_rank(), sys.argv[1]
+model = torch.nn.Linear(8, 4)
+model = model.with_bagua([], AsyncModelAverageAlgorithm(sync_interval_ms=1))
+
+def train():
+    model.zero_grad()
+    model(torch.ones(4, 8)).square().mean().backward()
+    with torch.no_grad():  # An optimizer would import half of torch at its first step.
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+while bagua.metrics().get("comm/averages", 0) < 2:
+    train()
+if ending == "raise":
+    raise SystemExit(3)
+if ending == "crash":
+    raise ValueError("a bug")
+try:
+    while ending == "go on" and model.bagua_algorithm._averager._thread.is_alive():
+        train()
+    train()
+    if ending == "go on":
+        model.bagua_algorithm.abort(model)
+except PeerLostError as error:
+    print(error.peers[0], flush=True)
+"""
+
+
+def _run(endings: list[str], port: int | None = None) -> list[tuple[int, str, str]]:
+    """Status, output and errors of each rank."""
+    started = launched(
+        len(endings), "-c", SCRIPT, each=endings, port=port, stderr=subprocess.PIPE, BAGUA_TIMEOUT_S="60"
+    )
+    with started as ranks:
+        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+        return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ending", ["raise", "crash"])
+def test_scripts_that_end_without_abort_are_named_by_those_that_go_on(ending):
+    statuses = {"raise": 3, "crash": 1}
+    (ended, _, errors), (status, output, others) = _run([ending, "go on"])
+    assert (ended, status, output) == (statuses[ending], 0, "0\n"), (errors, others)
+    assert "terminate called" not in errors + others
+    assert ("goes on without averages" in others) == (ending == "raise"), others
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_scripts_that_forget_abort_end_well():
+    """Also where the first of them hosts the store."""
+    for status, output, errors in _run(["nothing"] * 3, free_port()):
+        assert (status, output) == (0, ""), errors
+        assert "terminate called" not in errors
+        assert "Traceback" not in errors
