@@ -1,53 +1,73 @@
-"""Algorithms in few bits against their formulas, written plainly, over fifty steps; and what must not pass for them."""
+"""Algorithms that sum with a loss, or send few bits: they train exactly as their formulas, written plainly, say."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bagua.comm
 from bagua.algorithms import (
     Algorithm,
+    ByteGradAlgorithm,
     DiLoCoAlgorithm,
+    DionAlgorithm,
     Every,
     Exchange,
     Gradients,
+    LoCoAlgorithm,
     Mean,
     OneBitAdamAlgorithm,
     OneBitLambAlgorithm,
     PowerSGDAlgorithm,
     QAdamAlgorithm,
     Replace,
+    ScatterGatherAllReduceAlgorithm,
+    SignSGDAlgorithm,
     SparseLoCoAlgorithm,
     TopKAlgorithm,
 )
+from bagua.buckets import Bucket
+from bagua.comm import solo_group
 from bagua.compression import BlockTopK, Codec, Int2, Int4, MinMaxUInt8, Sign, TopK
-from bagua.errors import ConfigurationError
-from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
+from bagua.engine.schedule.courses import memory_for
+from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.optim import DionOptimizer, OneBitLambOptimizer, QAdamOptimizer
+from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing import ThreadRanks
-from tests.algorithms.replicas import Replicas, plain_sgd
+from tests import harness
 from tests.algorithms.stacked import (
     SIZE,
     STEPS,
+    CodedSlices,
     Combine,
     Flats,
     Layout,
     MeanOfSlices,
     PowerSgd,
+    Replicas,
+    WithFeedback,
     assert_only,
+    byte_grad,
     differs,
     exact,
     flatten,
     gradients_of,
+    layout_of,
     loss_of,
     mean,
     model_of,
+    of_hosts,
+    plain_sgd,
     simulate,
     simulate_local,
     train,
@@ -55,8 +75,289 @@ from tests.algorithms.stacked import (
     whole_layout,
     write,
 )
-from tests.harness import State, assert_close, coded, sgd, snapshot
-from tests.parallel.wrapping import Loop
+from tests.contract import algorithms as contract
+from tests.contract.algorithms import (
+    INF_STEP,
+    AlgorithmContract,
+    exchange_exact_mean,
+    replace_exchanges,
+    spread,
+    train_with_an_inf,
+)
+from tests.harness import State, assert_close, assert_same_on_all_ranks, coded, mlp, seeded, sgd, snapshot, train_steps
+from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
+
+Formula = Callable[[Layout], Combine]
+
+#: Each algorithm, and its formula for a layout of buckets.
+CASES: dict[str, tuple[Algorithm, Formula]] = {
+    "scatter_gather_allreduce": (ScatterGatherAllReduceAlgorithm(), lambda _: exact),
+    "bytegrad": (ByteGradAlgorithm(), lambda _: byte_grad),
+    "top_k": (
+        TopKAlgorithm(ratio=0.1, warmup_steps=0, density_steps=0),
+        lambda layout: WithFeedback(layout, TopK(0.1)),
+    ),
+    "sign_sgd": (SignSGDAlgorithm(warmup_steps=0, block_numel=2048), lambda layout: WithFeedback(layout, Sign(2048))),
+    "power_sgd": (PowerSGDAlgorithm(matrix_rank=2), lambda layout: PowerSgd(layout, 2)),
+}
+LOSSY = [name for name in CASES if name != "scatter_gather_allreduce"]
+
+
+def train_lossy(algorithm: Algorithm, steps: int) -> tuple[State, Layout]:
+    loop = Loop("with_bagua", of_this_rank, algorithm=algorithm)
+    return loop.train(steps), layout_of(loop.wrapped.bagua_buckets)
+
+
+def simulated(hosts: Sequence[int], steps: Sequence[int], layout: Layout, rule: Combine) -> State:
+    return simulate(layout, of_hosts(rule, hosts), sgd, steps, size=sum(hosts), model=mlp(), losses=harness.loss_of)
+
+
+def assert_follows_its_formula(
+    results: list[tuple[State, Layout]], hosts: Sequence[int], steps: Sequence[int], formula: Formula, *, lossy: bool
+) -> None:
+    """Fail unless all ranks ended where the formula does, and that is not where an exact sum ends."""
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    assert_close(state, simulated(hosts, steps, layout, formula(layout)))
+    if lossy:
+        with pytest.raises(AssertionError):
+            assert_close(state, simulated(hosts, steps, layout, exact))
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [5], [1, 3]], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_the_formula_says(thread_ranks, name, hosts):
+    """Inside hosts that are several, sums are exact; between hosts the formula holds for the hosts' sums."""
+    algorithm, formula = CASES[name]
+    results = thread_ranks(sum(hosts), train_lossy, algorithm, 6, hosts=hosts)
+    shares = hosts if len(hosts) > 1 else [1] * sum(hosts)
+    assert_follows_its_formula(results, shares, range(6), formula, lossy=name in LOSSY)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_step_that_a_scaler_skips_leaves_no_trace(thread_ranks, name):
+    """The scale of the loss, too, changes nothing: residuals are kept without it."""
+    algorithm, formula = CASES[name]
+    states = thread_ranks(2, train_with_an_inf, algorithm)
+    layout = thread_ranks(2, train_lossy, algorithm, 1)[0][1]
+    steps = [step for step in range(contract.STEPS) if step != INF_STEP]
+    assert_follows_its_formula([(state, layout) for state in states], [1, 1], steps, formula, lossy=True)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_sums_are_exact_while_warming_up(thread_ranks, name):
+    declaration = type(CASES[name][0])
+    state, layout = thread_ranks(2, train_lossy, declaration(warmup_steps=4), 4)[0]
+    assert_close(state, simulated([1, 1], range(4), layout, exact))
+    state, layout = thread_ranks(2, train_lossy, declaration(warmup_steps=3), 4)[0]
+    with pytest.raises(AssertionError):
+        assert_close(state, simulated([1, 1], range(4), layout, exact))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_average_gradients_are_summed(thread_ranks, name):
+    def gradients(average: bool) -> torch.Tensor:
+        loop = Loop(
+            "with_bagua", lambda: torch.nn.Linear(8, 8, bias=False), algorithm=type(CASES[name][0])(average=average)
+        )
+        loop.wrapped(torch.full((2, 8), float(bagua.comm.get_rank()))).sum().backward()
+        return loop.model.weight.grad.clone()
+
+    mean, total = thread_ranks(2, gradients, True)[0], thread_ranks(2, gradients, False)[0]
+    torch.testing.assert_close(total, 2 * mean)
+    assert total.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_16_bits_train(thread_ranks, name):
+    def train_half() -> tuple[list[float], State]:
+        values, inputs = [], torch.ones(4, 8, dtype=torch.bfloat16) * (bagua.comm.get_rank() + 1)
+
+        def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+            found = model(inputs).square().mean()
+            values.append(float(found.detach()))
+            return found
+
+        state = Loop("with_bagua", lambda: mlp().bfloat16(), plain_sgd, loss, algorithm=CASES[name][0]).train(8)
+        return values, state
+
+    results = thread_ranks(2, train_half)
+    assert_same_on_all_ranks([state for _, state in results])
+    for values, _ in results:
+        assert values[-1] < 0.7 * values[0]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@on_ranks(2)
+def test_a_dtype_that_cannot_be_compressed_is_refused_when_the_model_is_wrapped(name):
+    model = torch.nn.Linear(3, 3, dtype=torch.complex64)
+    with pytest.raises(InvalidTensorError, match="complex64"):
+        with_bagua(model, [sgd(model.parameters())], CASES[name][0])
+
+
+def test_matrices_lie_row_by_row_in_flat_memory():
+    """Rows are what lies furthest apart in memory; what has one dimension is no matrix."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 6, 3), torch.nn.Conv2d(6, 5, 2).to(memory_format=torch.channels_last)
+    )
+    model.register_parameter("transposed", torch.nn.Parameter(torch.ones(7, 3).t()))
+    model.register_parameter("positions", torch.nn.Parameter(torch.ones(1, 4, 5)))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    bucket = Bucket(0, names, parameters, bagua.comm.solo_group().global_communicator)
+    flat = bucket.allocate_gradients()
+    for view, parameter in zip(bucket.gradient_views, parameters, strict=True):
+        view.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
+    shapes = {"transposed": (7, 3), "positions": (4, 5), "0.weight": (6, 36), "1.weight": (5, 24)}
+    blocks = dict(zip([name for name in names if name in shapes], memory_for(bucket).blocks, strict=True))
+    assert {name: (block.rows, block.columns) for name, block in blocks.items()} == shapes
+    for name, block in blocks.items():
+        rows = flat[block.offset : block.offset + block.numel].view(block.rows, block.columns)
+        axis = 0 if name.endswith("weight") else 1
+        expected = torch.arange(float(block.numel)).view(model.get_parameter(name).shape).unbind(axis)
+        assert [sorted(row.tolist()) for row in rows] == [sorted(row.flatten().tolist()) for row in expected], name
+
+
+def nothing(_: int, flats: Flats) -> torch.Tensor:
+    """The mutant that does not communicate."""
+    return flats[0]
+
+
+# LoCo.
+
+
+class LoCo:
+    """h = g + e in four bits, slice by slice; e is a running average of what they lose, in eight bits."""
+
+    def __init__(
+        self, layout: Layout, averaging: float, reset: int, *, bytes_only: bool = True, early: int = 0
+    ) -> None:
+        self.exchanges = [CodedSlices(Int4(64), places) for _, places in layout]
+        self.averaging, self.reset, self.bytes_only, self.early = averaging, reset, bytes_only, early
+        self.e: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
+        step, self.calls = self.calls // len(self.exchanges), self.calls + 1
+        g = torch.stack(flats) / SIZE
+        before = self.e[index] if step and (step + self.early) % self.reset else torch.zeros_like(g)
+        result, lost = self.exchanges[index](g + before)
+        after = (1 - self.averaging) * before + self.averaging * lost
+        self.e[index] = coded(MinMaxUInt8(), after) if self.bytes_only else after
+        return result
+
+
+def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
+    algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20, warmup_steps=0)
+    state, layout = train_alike(thread_ranks, algorithm, sgd)
+    mutants: dict[str, Combine] = {
+        "no average": LoCo(layout, 1.0, 20),
+        "never reset": LoCo(layout, 0.4, 1000),
+        "no feedback": LoCo(layout, 0.4, 1),
+        "reset a step early": LoCo(layout, 0.4, 20, early=1),
+        "reset a step late": LoCo(layout, 0.4, 20, early=-1),
+        "remembers more": LoCo(layout, 0.4, 20, bytes_only=False),
+        "exact": mean,
+        "nothing": nothing,
+    }
+    wrong = {name: simulate(layout, mutant, sgd) for name, mutant in mutants.items()}
+    assert_only(state, simulate(layout, LoCo(layout, 0.4, 20), sgd), wrong)
+
+
+# Dion.
+
+RANK, MU, DION_LR, DION_DECAY = 2, 0.9, 0.02, 0.1
+
+
+def dion(parameters):
+    return DionOptimizer(parameters, lr=DION_LR, matrix_rank=RANK, momentum=MU, weight_decay=DION_DECAY, adam_lr=0.2)
+
+
+def simulate_dion(layout: Layout, size: int = SIZE, *, keeps: float = MU, exact: bool = False) -> State:
+    """The rule on stacked momenta; bases by a singular value decomposition would have other signs, so by QR."""
+    model = model_of()
+    weights = dict(model.named_parameters())
+    order = [name for _, places in layout for name, _ in places]
+    large = [
+        name for name in order if weights[name].dim() == 2 and RANK * sum(weights[name].shape) < weights[name].numel()
+    ]
+    q: State = {}
+    for _, places in layout:
+        names = [name for name, _ in places if name in large]
+        sides = [min(weights[name].shape) for name in names]
+        drawn = torch.randn(sum(sides), RANK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        q.update(zip(names, drawn.split(sides), strict=True))
+    momenta = {name: [torch.zeros_like(weights[name]) for _ in range(size)] for name in large}
+    adam = torch.optim.AdamW(
+        [weights[name] for name in order if name not in large],
+        lr=0.2 * DION_LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=DION_DECAY,
+    )  # fmt: skip
+    for step in range(STEPS):
+        of_ranks = [gradients_of(model, rank, step) for rank in range(size)]
+        for name, one in weights.items():
+            one.grad = torch.stack([grads[name] for grads in of_ranks]).mean(dim=0)
+        with torch.no_grad():
+            for name in large:
+                rows, columns = weights[name].shape
+                turn = (lambda x: x) if rows >= columns else torch.t
+                own = [turn(m + grads[name]) for m, grads in zip(momenta[name], of_ranks, strict=True)]
+                mean_m = torch.stack(own).mean(dim=0)
+                p = torch.linalg.qr(mean_m @ q[name]).Q
+                r = mean_m.t() @ p
+                momenta[name] = [turn(m - (1 - keeps) * p @ r.t()) for m in own]
+                q[name] = r / (r.norm(dim=0) + 1e-8)
+                step_of = turn(mean_m) if exact else math.sqrt(rows / columns) * turn(p @ q[name].t())
+                weights[name].mul_(1 - DION_LR * DION_DECAY).sub_(DION_LR * step_of)
+        adam.step()
+    return snapshot(model)
+
+
+def test_dion_steps_along_common_directions(thread_ranks):
+    state, layout = train_alike(thread_ranks, DionAlgorithm(matrix_rank=RANK, momentum=MU), dion)
+    assert len(layout) > 1
+    mutants = ({"keeps": 1.0}, {"keeps": 0.0}, {"exact": True}, {"size": 1})
+    assert_only(state, simulate_dion(layout), {str(one): simulate_dion(layout, **one) for one in mutants})
+
+
+@on_ranks(1)
+def test_alone_dion_is_its_optimizer():
+    """On one rank the exchange and the optimizer by itself are the same rule."""
+
+    def layer() -> torch.nn.Module:
+        with seeded():
+            return torch.nn.Linear(8, 4).double()
+
+    algorithm = DionAlgorithm(matrix_rank=RANK, momentum=MU)
+    alone = Loop(lambda model, _: model, layer, dion, loss_of).train(10)
+    assert_close(alone, Loop("with_bagua", layer, dion, loss_of, algorithm=algorithm).train(10))
+
+
+# The contract, but for what holds of gradients only: on one rank these step along directions, too.
+
+
+class QuickDion(DionAlgorithm):
+    """Dion with an optimizer of its rank."""
+
+    optimizer_class = staticmethod(lambda parameters: DionOptimizer(parameters, lr=0.001, matrix_rank=2))
+
+
+@pytest.fixture(params=[QuickDion(matrix_rank=2)], ids=repr)
+def algorithm(request) -> Algorithm:
+    return request.param
+
+
+class TestDirections(AlgorithmContract):
+    sizes = (2, 3)
+
+    def test_an_exact_mean_in_place_of_the_exchange_gives_something_else(self, algorithm, pool, monkeypatch):
+        """Where the exchange makes directions, the steps with mean gradients are no measure."""
+        own = pool.run(contract.train, algorithm, size=2)
+        replace_exchanges(algorithm, monkeypatch, exchange_exact_mean)
+        mutated = pool.run(contract.train, algorithm, size=2)
+        assert max(map(spread, zip(own, mutated, strict=True))) > 1e-4
+
+
+# In few bits, over fifty steps; and what must not pass for them.
 
 # Deep gradient compression.
 
@@ -494,3 +795,93 @@ def test_a_codec_that_loses_nearly_all_needs_feedback(codec):
         DiLoCoAlgorithm(codec=codec)
     assert DiLoCoAlgorithm(codec="int4").codec == Int4()
     assert DiLoCoAlgorithm(codec=Int2(seed=3)).codec.unbiased
+
+
+# QAdam: what it refuses, and what users do with its gradients.
+
+QADAM_LR, QADAM_WARMUP, QADAM_EPS = 0.01, 3, 0.01
+
+
+def qadam(parameters: Iterable[torch.nn.Parameter]) -> QAdamOptimizer:
+    return QAdamOptimizer(
+        parameters, lr=QADAM_LR, warmup_steps=QADAM_WARMUP, betas=(0.8, 0.9), eps=QADAM_EPS, weight_decay=0.1
+    )
+
+
+def qadam_loop() -> Loop:
+    return Loop("with_bagua", make_optimizer=qadam, algorithm="qadam", bucket_bytes=10**6)
+
+
+def test_parameter_groups_keep_their_own_betas(thread_ranks):
+    """Also in one bucket. A group with ``beta1 = 0`` has the gradient as its momentum."""
+
+    def train_groups() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model = mlp()
+        first, *others = model.parameters()
+        optimizer = QAdamOptimizer(
+            [{"params": [first], "betas": (0.0, 0.9)}, {"params": others}], lr=QADAM_LR, warmup_steps=1, eps=QADAM_EPS
+        )
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
+        return optimizer.momentum(first).clone(), first.grad.clone(), optimizer.momentum(others[0]).clone()
+
+    for momentum, gradient, other in thread_ranks(2, train_groups):
+        assert torch.allclose(momentum, gradient, atol=1e-6)
+        assert other.abs().max() > 0
+
+
+def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thread_ranks):
+    """The gradient that is left leads to the momentum, so it may be scaled and clipped like any other."""
+
+    def train_scaled(scale: float) -> tuple[State, list[float]]:
+        loop, norms = qadam_loop(), []
+        for _ in range(10):
+            loop.optimizer.zero_grad()
+            (loop.loss() * scale).backward()
+            for parameter in loop.model.parameters():
+                parameter.grad.div_(scale)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)))
+            loop.optimizer.step()
+        return snapshot(loop.model), norms
+
+    plain = thread_ranks(2, train_scaled, 1.0)
+    scaled = thread_ranks(2, train_scaled, 1024.0)
+    assert_same_on_all_ranks([weights for weights, _ in scaled])
+    assert plain[0][1] == pytest.approx(scaled[0][1], rel=0.2)
+    assert all(norm > 0.1 for norm in plain[0][1])
+    for name, value in plain[0][0].items():
+        assert torch.allclose(value, scaled[0][0][name], atol=QADAM_LR)
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_spoils_its_own_step_only():
+    """Its block becomes NaN as a whole, with the padding between parameters that lies in it."""
+    loop, finite = qadam_loop(), []
+    for step in range(QADAM_WARMUP + 3):
+        loop.optimizer.zero_grad()
+        factor = float("inf") if step == QADAM_WARMUP and loop.rank == 0 else 1.0
+        (loop.loss() * factor).backward()
+        finite.append(all(parameter.grad.isfinite().all() for parameter in loop.model.parameters()))
+        if finite[-1]:
+            loop.optimizer.step()
+    assert finite == [True] * QADAM_WARMUP + [False, True, True]
+
+
+def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it():
+    optimizer = qadam(mlp().parameters())
+    declaration = QAdamAlgorithm(optimizer, hierarchical=False)
+    assert repr(declaration) == "QAdamAlgorithm(hierarchical=False)"
+    assert declaration == QAdamAlgorithm(hierarchical=False)
+    assert pickle.loads(pickle.dumps(declaration)).q_adam_optimizer is None
+    assert copy.copy(declaration) == declaration
+    assert declaration.reify(solo_group()).options.q_adam_optimizer is optimizer
+
+
+def test_the_optimizer_may_be_named(thread_ranks):
+    def train_named(named: bool) -> State:
+        def wrap(model: torch.nn.Module, optimizer: QAdamOptimizer, **_: object) -> torch.nn.Module:
+            return with_bagua(model, [optimizer], QAdamAlgorithm(optimizer if named else None))
+
+        return Loop(wrap, make_optimizer=qadam).train(5)
+
+    assert_same_on_all_ranks([thread_ranks(2, train_named, True)[0], thread_ranks(2, train_named, False)[0]])
