@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from bagua.algorithms import (
 from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 from bagua.parallel import with_bagua
 from bagua.testing import ProcessRanks, RankPool
-from tests.algorithms.test_contract import SYNCHRONOUS, of_each
+from tests.algorithms.test_toys import SYNCHRONOUS, of_each
 from tests.contract.algorithms import (
     ONE_BUCKET_BYTES,
     assert_keeps_promises,
@@ -36,7 +36,18 @@ from tests.contract.algorithms import (
     train_and_save,
     train_with_an_inf,
 )
-from tests.harness import State, assert_close, assert_same_on_all_ranks, home, loss_of, mlp, reference, sgd, snapshot
+from tests.harness import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    home,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
 from tests.versions import nccl_ranks
 
 pytestmark = pytest.mark.nccl
@@ -67,6 +78,13 @@ def columns(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
     return list(zip(*of_ranks, strict=True))
 
 
+def assert_bits_equal(ours: Iterable[Sequence[State]], theirs: Iterable[Sequence[State]]) -> None:
+    """For each call, or rank, the states are the same."""
+    for one, other in zip(ours, theirs, strict=True):
+        for before, after in zip(one, other, strict=True):
+            assert_same_on_all_ranks([before, after])
+
+
 def test_training_gives_what_is_promised(pool: RankPool) -> None:
     results = pool.run(of_each, train_and_rest, [(algorithm,) for algorithm in SYNCHRONOUS])
     for algorithm, states in zip(SYNCHRONOUS, columns(results), strict=True):
@@ -88,10 +106,7 @@ def test_training_resumes_bit_by_bit(pool: RankPool) -> None:
     whole, saved = (columns(pool.run(of_each, function, calls)) for function in (train, train_and_save))
     checkpoints = [[one for (one,) in of_ranks] for of_ranks in saved]
     again = [(*call, states, ONE_BUCKET_BYTES) for call, states in zip(calls, checkpoints, strict=True)]
-    resumed = columns(pool.run(of_each, resume_and_train, again))
-    for (algorithm,), before, after in zip(calls, whole, resumed, strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert [name for name, value in one.items() if not torch.equal(value, other[name])] == [], algorithm
+    assert_bits_equal(whole, columns(pool.run(of_each, resume_and_train, again)))
 
 
 def test_an_inf_on_one_rank_poisons_nothing(pool: RankPool) -> None:
@@ -103,6 +118,11 @@ def test_an_inf_on_one_rank_poisons_nothing(pool: RankPool) -> None:
 
 def train_on_a_stream(algorithm: Algorithm) -> State:
     """Gradients come late, on a stream that is not the default one."""
+
+    def slowly(gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(SLOW_CYCLES)
+        return gradient * 1.0
+
     rank = bagua.comm.get_rank()
     with torch.cuda.stream(torch.cuda.Stream()):
         model = mlp(rank)
@@ -110,27 +130,15 @@ def train_on_a_stream(algorithm: Algorithm) -> State:
         with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
         for parameter in model.parameters():
             parameter.register_hook(slowly)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+        train_steps(model, optimizer, rank, range(STEPS))
         model.bagua_state_dict()
         torch.cuda.current_stream().synchronize()
     return snapshot(model)
 
 
-def slowly(gradient: torch.Tensor) -> torch.Tensor:
-    torch.cuda._sleep(SLOW_CYCLES)
-    return gradient * 1.0
-
-
 def test_what_runs_late_on_a_stream_is_waited_for(pool: RankPool) -> None:
-    algorithms = [*SYNCHRONOUS, *LOCAL]
-    calls = [(algorithm,) for algorithm in algorithms]
-    usual, late = (columns(pool.run(of_each, function, calls)) for function in (train, train_on_a_stream))
-    for algorithm, before, after in zip(algorithms, usual, late, strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert [name for name, value in one.items() if not torch.equal(value, other[name])] == [], algorithm
+    calls = [(algorithm,) for algorithm in (*SYNCHRONOUS, *LOCAL)]
+    assert_bits_equal(*(columns(pool.run(of_each, function, calls)) for function in (train, train_on_a_stream)))
 
 
 def train_in_background() -> tuple[State, int]:
@@ -138,10 +146,7 @@ def train_in_background() -> tuple[State, int]:
     optimizer = sgd(model.parameters())
     algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=1)
     wrapped = with_bagua(model, [optimizer], algorithm)
-    for step in range(50):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+    train_steps(model, optimizer, rank, range(50))
     wrapped.bagua_algorithm.abort(wrapped)
     return snapshot(model), int(bagua.torch_api.metrics()["comm/averages"])
 
@@ -156,11 +161,7 @@ def with_hook() -> State:
     rank, model = bagua.comm.get_rank(), mlp()
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(HookState("bytegrad"), bagua_hook)
-    optimizer = sgd(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        optimizer.step()
+    train_steps(wrapped, sgd(model.parameters()), rank, range(STEPS))
     return snapshot(model)
 
 
@@ -177,10 +178,7 @@ def with_uneven_data() -> State:
     optimizer = sgd(model.parameters())
     wrapped = with_bagua(model, [optimizer], GradientAllReduceAlgorithm())
     with wrapped.join():
-        for step in range(4 + 2 * rank):
-            optimizer.zero_grad()
-            loss_of(wrapped, rank, step).backward()
-            optimizer.step()
+        train_steps(wrapped, optimizer, rank, range(4 + 2 * rank))
     return snapshot(model)
 
 
@@ -196,28 +194,20 @@ def on_the_default_device() -> list[State]:
 
 def test_the_device_of_new_tensors_may_be_the_gpu(pool: RankPool) -> None:
     usual = pool.run(of_each, train, [(algorithm,) for algorithm in (*SYNCHRONOUS, *LOCAL)])
-    for ours, theirs in zip(usual, pool.run(on_the_default_device), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+    assert_bits_equal(usual, pool.run(on_the_default_device))
 
 
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)
-
-
-def in_mixed_precision(wrap: Callable[..., Any] | None) -> State:
+def in_mixed_precision(with_us: bool) -> State:
     """Autocast, a ``GradScaler`` and buffers, with our wrapper or with DDP."""
     rank = bagua.comm.get_rank()
     torch.manual_seed(0)
-    model: nn.Module = WithBuffers().to(home())
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(home())
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    wrapped = DistributedDataParallel(model) if wrap is None else wrap(model, [optimizer], scaler)
+    if with_us:
+        wrapped = with_bagua(model, [optimizer], GradientAllReduceAlgorithm(), grad_scaler=scaler)
+    else:
+        wrapped = DistributedDataParallel(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16):
@@ -228,12 +218,8 @@ def in_mixed_precision(wrap: Callable[..., Any] | None) -> State:
     return snapshot(model)
 
 
-def with_us(model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> nn.Module:
-    return with_bagua(model, optimizers, GradientAllReduceAlgorithm(), grad_scaler=scaler)
-
-
 def test_mixed_precision_with_buffers_equals_ddp(pool: RankPool) -> None:
-    ours, theirs = (pool.run(in_mixed_precision, wrap) for wrap in (with_us, None))
+    ours, theirs = (pool.run(in_mixed_precision, with_us) for with_us in (True, False))
     for found, expected in zip(ours, theirs, strict=True):
         assert_close(
             {name: value for name, value in found.items() if "running" not in name},

@@ -47,7 +47,7 @@ from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
-from tests.algorithms.replicas import Replicas, plain_sgd
+from tests.algorithms.stacked import Replicas, plain_sgd
 from tests.contract.algorithms import promised_by
 from tests.harness import State as Snapshot
 from tests.harness import (

@@ -1,45 +1,79 @@
-"""What the engine owes an algorithm, shown on toys that use one feature of exchanges each."""
+"""What the engine owes an algorithm: on toys that use one feature of exchanges each, and the contract for all."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import bagua.comm
 from bagua import primitives
 from bagua.algorithms import (
+    Add,
     Algorithm,
+    DecentralizedAlgorithm,
+    Difference,
     Every,
     Exchange,
     Flight,
     GradientAllReduceAlgorithm,
     Gradients,
     How,
+    LocalUpdates,
+    LoCoAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
     Mean,
+    Mix,
     Model,
     OneBitAdamAlgorithm,
     OneBitLambAlgorithm,
+    PowerSGDAlgorithm,
     QAdamAlgorithm,
+    ReducedGradients,
     Replace,
+    SignSGDAlgorithm,
     Then,
+    TopKAlgorithm,
     Weights,
+    registry,
 )
 from bagua.comm import ProcessGroup, Work
+from bagua.compression import BlockTopK
+from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
-from bagua.primitives import ReducerMemory
-from tests.algorithms.replicas import plain_sgd
+from bagua.primitives import AllGatherReducer, ErrorFeedback, ReducerMemory
+from bagua.torch_api.distributed import ModelSwitchWrapper
+from tests.algorithms import stacked
+from tests.algorithms.stacked import Replicas, model_of, plain_sgd
+from tests.algorithms.test_exchanges import BY_LAYER
+from tests.contract.algorithms import (
+    ONE_BUCKET_BYTES,
+    AlgorithmContract,
+    resume_and_train,
+    train,
+    train_and_save,
+)
 from tests.harness import (
+    OptimizerMaker,
     State,
+    adam,
     assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
     mlp,
     reference,
+    sgd,
     snapshot,
+    train_steps,
 )
 from tests.parallel.wrapping import Loop, assert_trained
+from tests.topologies import DRAWN_PAIRS
 
 
 @dataclass(frozen=True)
@@ -255,3 +289,326 @@ def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(
         assert sizes[2] != [0, 0], "padded before it is needed"
         assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
         assert_close(saved, {name: totals[name] for name in saved})
+
+
+# Algorithms of a user that send more than one tensor, which the engine knows nothing of: push-sum, and NoLoCo.
+
+SIZE = 4
+
+
+# Push-sum. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", 2019.
+
+
+@dataclass(frozen=True)
+class Push(How):
+    """Each rank keeps half of its weights and of its mass. Rank 0 gives its other half to all others, these to it."""
+
+    uniform: ClassVar[bool] = False  # type: ignore[misc]
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        message = torch.cat([flight.flat.double(), flight.state["mass"]])
+        others = list(range(1, group.size)) if group.rank == 0 else [0]
+        if not message.isfinite().all():
+            others = []  # Who gives away what is not finite spoils all others.
+        shares = torch.zeros(group.size, message.numel(), dtype=message.dtype)
+        shares[others] = message / (2 * max(len(others), 1))
+        shares[group.rank] = message - shares.sum(dim=0)
+        received = torch.empty_like(shares)
+        group.global_communicator.alltoall(received.view(-1), shares.view(-1))
+        total = received.sum(dim=0)
+        flight.flat.copy_(total[:-1])
+        flight.memory.propose("mass").copy_(total[-1:])
+
+
+def _one(_: ReducerMemory) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Weigh(Then):
+    """Weights as the model has them, which are divided by the mass, or as they are sent and stepped, which are not."""
+
+    for_model: bool
+
+    def state(self) -> tuple[primitives.State, ...]:
+        return (primitives.State("mass", _one, per="flat"),)
+
+    def fold(self, flight: Flight) -> None:
+        bucket, mass = flight.bucket, flight.state["mass"].item()
+        bucket.write_weights(flight.flat / mass if self.for_model else flight.weights(bucket.empty()) * mass)
+
+
+PUSH_SUM = (
+    Exchange(None, Every(), None, Weigh(for_model=False), at="backward ends"),
+    Exchange(Weights(), Every(), Push(), Weigh(for_model=True)),
+)
+
+
+class TestPushSum(AlgorithmContract):
+    sizes = (1, 2, 3)
+
+    @pytest.fixture
+    def algorithm(self):
+        return Algorithm.of(*PUSH_SUM)
+
+
+def weights_after(algorithm: Algorithm, steps: int) -> torch.Tensor:
+    """The weights of this rank."""
+    loop = Loop("with_bagua", model_of, plain_sgd, stacked.loss_of, algorithm=algorithm, bucket_bytes=1500)
+    loop.train(steps)
+    loop.wrapped.bagua_state_dict()
+    return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+
+
+def push_sum(steps: int, *, steps_what_is_sent: bool = True) -> torch.Tensor:
+    """``x <- A (x - lr g(x / w))``, ``w <- A w``; a row for each rank."""
+    columns = torch.eye(SIZE, dtype=torch.float64) / 2
+    columns[1:, 0] += 1 / 2 / (SIZE - 1)
+    columns[0, 1:] += 1 / 2
+    ranks = Replicas(SIZE, plain_sgd, model_of, stacked.loss_of)
+    sent, mass = ranks.rows, torch.ones(SIZE, 1, dtype=torch.float64)
+    for step in range(steps):
+        ranks.rows = sent / mass
+        updates = -ranks.rows
+        ranks.step(step)
+        updates += ranks.rows
+        sent = columns @ (sent + updates * (1 if steps_what_is_sent else mass))
+        mass = columns @ mass
+    return sent / mass
+
+
+def test_push_sum_is_what_the_paper_says(thread_ranks):
+    found = torch.stack(thread_ranks(SIZE, weights_after, Algorithm.of(*PUSH_SUM), 12))
+    assert torch.allclose(found, push_sum(12), rtol=0, atol=1e-12)
+    assert not torch.allclose(found, push_sum(12, steps_what_is_sent=False), rtol=0, atol=1e-4)
+
+
+def test_exchanges_of_one_label_share_what_both_declare():
+    """One of them may remember more."""
+    local, sent = PUSH_SUM
+    Algorithm.of(local, dataclasses.replace(sent, how=MeetOne()))
+    with pytest.raises(ConfigurationError, match="different things under the name 'mass'"):
+        dataclasses.replace(sent, how=Weighty())
+    with pytest.raises(ConfigurationError, match="different things under one name"):
+        Algorithm.of(local, dataclasses.replace(sent, how=Weighty(), then=Replace()))
+
+
+# NoLoCo. Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025.
+
+
+@dataclass(frozen=True)
+class MeetOne(How):
+    """The mean of two ranks, of what is sent and of their anchors; who meets whom changes with each round."""
+
+    uniform: ClassVar[bool] = False  # type: ignore[misc]
+
+    def state(self) -> tuple[primitives.State, ...]:
+        return (primitives.State("anchors"),)
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        message = torch.cat([flight.flat, flight.state["anchor"]])
+        edges = DRAWN_PAIRS.round(group.size, flight.round, group.nodes).edges
+        for one, other in (edge.ranks for edge in edges if group.rank in edge.ranks and len(edge.ranks) == 2):
+            received, peer = torch.empty_like(message), one + other - group.rank
+            group.global_communicator.sendrecv(received, message, peer, peer)
+            message = (message + received) / 2
+        sent, anchors = message.chunk(2)
+        flight.flat.copy_(sent)
+        flight.memory.propose("anchors").copy_(anchors)
+
+
+@dataclass(frozen=True)
+class NoLoCoStep(Then):
+    """``m <- beta m - alpha D + gamma (A - anchor)``; ``anchor <- anchor + m``, which the weights become."""
+
+    alpha: float = 0.7
+    beta: float = 0.5
+    gamma: float = 0.6
+
+    def state(self) -> tuple[primitives.State, ...]:
+        return (primitives.State("momentum"),)
+
+    def fold(self, flight: Flight) -> None:
+        anchor, momentum = flight.state["anchor"], flight.state["momentum"]
+        momentum.mul_(self.beta).sub_(flight.flat, alpha=self.alpha)
+        momentum.add_(flight.state["anchors"] - anchor, alpha=self.gamma)
+        flight.bucket.write_weights(anchor.add_(momentum))
+
+
+NOLOCO = Algorithm.of(Exchange(Difference("local"), Every(3), MeetOne(), NoLoCoStep()))
+
+
+def noloco(steps: int, *, gamma: float = 0.6) -> torch.Tensor:
+    """A row for each rank."""
+    ranks = Replicas(SIZE, plain_sgd, model_of, stacked.loss_of)
+    anchors, momenta = ranks.rows, torch.zeros_like(ranks.rows)
+    for step in range(steps):
+        ranks.step(step)
+        if step % 3 == 2:
+            pairs = DRAWN_PAIRS.round(SIZE, (step + 1) // 3, (0,) * SIZE).matrix()
+            momenta = 0.5 * momenta - 0.7 * pairs @ (anchors - ranks.rows) + gamma * (pairs @ anchors - anchors)
+            ranks.rows = anchors = anchors + momenta
+    return ranks.rows
+
+
+def test_noloco_is_what_the_paper_says(thread_ranks):
+    found = torch.stack(thread_ranks(SIZE, weights_after, NOLOCO, 12))
+    assert torch.allclose(found, noloco(12), rtol=0, atol=1e-12)
+    assert not torch.allclose(found, noloco(12, gamma=0.0), rtol=0, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Weighty(Push):
+    """Remembers something else under the name of the mass."""
+
+    def state(self) -> tuple[primitives.State, ...]:
+        return (primitives.State("mass"),)
+
+
+# Every registered algorithm keeps the contract, also after a switch in the middle of training.
+
+#: Two runs of an algorithm that exchanges in the background are never alike; such have tests of their own.
+#: The warm-up of some is longer than a test; quicker ones stand in for them. Ranks that train alone for long have tests
+#: of their own, too: test_local_updates.py.
+QUICK = {
+    "qadam": QuickQAdam,
+    "one_bit_adam": QuickOneBitAdam,
+    "one_bit_lamb": QuickOneBitLamb,
+    "loco": partial(LoCoAlgorithm, warmup_steps=0),
+    "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
+    "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
+}
+#: Those that step along directions are held to the contract in test_formulas.py.
+DIRECTIONS = ("dion",)
+SYNCHRONOUS = [
+    QUICK[name]() if name in QUICK else Algorithm.init(name)
+    for name in registry
+    if name not in DIRECTIONS
+    and not registry.get(name)().in_background
+    and not issubclass(registry.get(name), LocalUpdates)
+]
+
+
+DELAYED_GOSSIP = Algorithm.of(
+    Exchange(Weights(), Every(), Mix("alternating_ring"), Add(), at="bucket ready", until="bucket ready", lag=1)
+)
+#: Those with factors, residuals, estimates, phases and flights.
+REMEMBERING = [
+    *(one for one in SYNCHRONOUS if isinstance(one, PowerSGDAlgorithm | QuickOneBitLamb)),
+    LowPrecisionDecentralizedAlgorithm(),
+    WarmsUp(),
+    DELAYED_GOSSIP,
+]
+
+
+@pytest.fixture(params=SYNCHRONOUS, ids=repr)
+def algorithm(request):
+    return request.param
+
+
+class TestRegisteredAlgorithm(AlgorithmContract):
+    #: The test of host layouts trains with four ranks.
+    sizes = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class BlockTopKSgd(ReducedGradients):
+    """A composition that is not registered: the largest elements of each block, with error feedback."""
+
+    kept: int = 16
+
+    @property
+    def reducer(self) -> ErrorFeedback:
+        return ErrorFeedback(AllGatherReducer(BlockTopK(64, self.kept)))
+
+
+class TestOthers(AlgorithmContract):
+    """Toys, compositions, and options beyond the default ones."""
+
+    @pytest.fixture(
+        params=[
+            DELAYED_GOSSIP,
+            Rounded(),
+            LocalSgd(),
+            WarmsUp(),
+            BlockTopKSgd(),
+            Algorithm.of(BY_LAYER),
+            DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+            LowPrecisionDecentralizedAlgorithm(topology="hierarchical_torus", communication_interval=2),
+        ],
+        ids=repr,
+    )
+    def algorithm(self, request):
+        return request.param
+
+
+def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """What this rank gets from each call; one run of processes serves all algorithms."""
+    return [function(*arguments) for arguments in calls]
+
+
+def test_training_resumes_bit_exactly_in_new_processes(process_ranks):
+    """Each run has processes of its own; only what was saved passes from one to the next."""
+    alone = [(algorithm,) for algorithm in REMEMBERING]
+    whole = process_ranks(2, of_each, train, alone)
+    saved = process_ranks(2, of_each, train_and_save, alone)
+    checkpoints = [[one for (one,) in of_ranks] for of_ranks in zip(*saved, strict=True)]
+    calls = [(algorithm, saved, ONE_BUCKET_BYTES) for algorithm, saved in zip(REMEMBERING, checkpoints, strict=True)]
+    resumed = process_ranks(2, of_each, resume_and_train, calls)
+    for algorithm, *states in zip(REMEMBERING, *whole, *resumed, strict=True):
+        for before, after in zip(states[:2], states[2:], strict=True):
+            differing = [name for name, value in before.items() if not torch.equal(value, after[name])]
+            assert not differing, algorithm
+
+
+STEPS = 3
+
+
+def fitting(optimizer: OptimizerMaker) -> list[str]:
+    """Algorithms for this optimizer."""
+    kinds = (None, QAdamOptimizer if optimizer is QuickToWarmUp else None)
+    return [name for name in registry if registry.get(name).optimizer_class in kinds]
+
+
+def loss(model: torch.nn.Module, size: int) -> float:
+    """Of the data of all ranks."""
+    with torch.no_grad():
+        return float(sum(loss_of(model, rank, step) for rank in range(size) for step in range(STEPS))) / size
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
+    tensors = [state[key] for state in optimizer.state.values() for key in sorted(state) if key != "step"]
+    return {str(number): tensor.detach().clone() for number, tensor in enumerate(tensors)}
+
+
+def switch_through(names: list[str], make_optimizer: OptimizerMaker) -> list[tuple[State, State, float, float]]:
+    """Train with each; after each switch the weights, the optimizer's state, and the loss before and after."""
+    rank, size = bagua.comm.get_rank(), bagua.comm.get_world_size()
+    model = mlp(seed=rank)
+    optimizer = make_optimizer(model.parameters())
+    wrapped = ModelSwitchWrapper(model, optimizer, message_size=1000)
+    seen = []
+    for name in names:
+        before = loss(model, size)
+        wrapped.switch_to(Algorithm.init(name))
+        seen.append((snapshot(model), optimizer_state(optimizer), before, loss(model, size)))
+        train_steps(wrapped, optimizer, rank, range(STEPS))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("size", "make_optimizer"), [(2, sgd), (3, adam), (2, QuickToWarmUp)], ids=["momentum", "adam", "qadam"]
+)
+def test_training_goes_on_through_all_algorithms_and_back(thread_ranks, size, make_optimizer):
+    names = fitting(make_optimizer)
+    path = [*names, *reversed(names)]
+    results = thread_ranks(size, switch_through, path, make_optimizer)
+    for of_ranks in zip(*results, strict=True):
+        assert_same_on_all_ranks([weights for weights, *_ in of_ranks])
+        assert_same_on_all_ranks([state for _, state, *_ in of_ranks])
+    first, *others = results[0]
+    for name, (_, _, before, after) in zip(path, others, strict=False):
+        consensus = registry.get(name)().ranks_differ
+        assert after < 1.1 * before if consensus else after == pytest.approx(before, rel=1e-5), f"a jump after {name}"
+    assert others[-1][3] < 0.8 * first[3], "nothing was learned"
+    assert others[-1][1], "the optimizer remembers nothing"
