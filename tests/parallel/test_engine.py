@@ -238,21 +238,25 @@ SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)
 
 
 def test_what_belongs_to_a_bucket_goes_where_its_first_parameter_goes():
+    """And to wherever one of them is, if it was made while training."""
+
     def places_of(layout: Sequence[str]) -> list[Any]:
         places = []
         for index, names in enumerate(layout):
             parameters = [nn.Parameter(torch.zeros(2)) for _ in names]
             bucket = Bucket(index, names, parameters, solo_group().global_communicator)
             memory = memory_for(bucket)
-            memory.declare([State("count", lambda _: torch.zeros(()), per="flat")])
+            memory.declare([State("count", lambda _: torch.zeros(()), per="flat"), State("outer", per="family")])
             places.append(SimpleNamespace(label="inner", names=bucket.names, memory=memory, views=bucket.views))
         return places
 
     old, new = places_of(["ab", "cd", "ef"]), places_of(["bc", "f", "ade"])
     for number, place in enumerate(old, start=1):
         place.memory.state["count"].fill_(number)
+        place.memory.state["outer.step"] = torch.tensor(number)
     restore(new, collect(old))
     assert [int(place.memory.state["count"]) for place in new] == [2, 0, 1]
+    assert [int(place.memory.state["outer.step"]) for place in new] == [1, 3, 1]
 
 
 @on_ranks(2)
