@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
@@ -61,7 +60,7 @@ from tests.harness import (
     sgd,
     snapshot,
 )
-from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
+from tests.parallel.wrapping import Branches, Loop, Operations, of_this_rank, on_ranks
 from tests.versions import needs
 
 STEPS = 13
@@ -417,21 +416,11 @@ def test_an_outer_sgd_steps_an_anchor_of_16_bits(thread_ranks, dtype):
     torch.testing.assert_close(after, before - 0.5, rtol=0.05, atol=0.05)
 
 
-class MadeTensors(TorchDispatchMode):
-    """The operations that make new tensors of at least so many elements."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least = least
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        # What writes where it is told to, or returns a view, says so in its schema.
-        is_new = isinstance(made, torch.Tensor) and func._schema.returns[0].alias_info is None
-        if is_new and made.numel() >= self.least and made.device.type != "meta":
-            self.names.append(func.overloadpacket.__name__)
-        return made
+def makes_a_tensor(function: Any, made: Any, least: int) -> bool:
+    """Whether an operation has made a new tensor of at least so many elements."""
+    # What writes where it is told to, or returns a view, says so in its schema.
+    is_new = isinstance(made, torch.Tensor) and function._schema.returns[0].alias_info is None
+    return is_new and made.numel() >= least and made.device.type != "meta"
 
 
 def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
@@ -442,9 +431,10 @@ def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypa
         for _ in range(2):
             loop.optimizer.zero_grad()
             loop.wrapped(torch.ones(2, 96, dtype=dtype)).square().mean().backward()
-            with MadeTensors(96 * 96) as mode:
+            with Operations() as operations:
                 loop.optimizer.step()
-            made.append(mode.names)
+            found = [one for one, result in operations.noted if makes_a_tensor(one, result, 96 * 96)]
+            made.append([one.overloadpacket.__name__ for one in found])
         return made
 
     # At first the momentum of both optimizers and the memory of a flight.
@@ -1054,14 +1044,6 @@ def test_one_host_averages_gradients(thread_pool, algorithm):
     together = thread_pool.run(train_in_double, INNER, hosts=[3])
     for states, expected in zip(thread_pool.run(train_in_double, algorithm, hosts=[3]), together, strict=True):
         assert_equal_in_double(states, expected)
-
-
-def test_the_same_can_be_composed():
-    inside, between = DiLoCoAlgorithm(4, **OUTER, inner=INNER).exchanges()
-    assert inside == Exchange(Gradients(), Every(), Mean(over="inside"), Replace(), label="inner")
-    step = OuterStep(Outer(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=False))
-    whole = Parts(1, "strided")
-    assert between == Exchange(Difference(), Every(4), Mean(over="between"), step, parts=whole)
 
 
 def bytes_of_an_outer_step() -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
@@ -167,6 +168,18 @@ class Loop:
             self.backward()
             self.optimizer.step()
         return snapshot(self.model)
+
+
+class Operations(TorchDispatchMode):
+    """Notes each operation in a block, with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.noted.append((function, function(*arguments, **(keywords or {}))))
+        return self.noted[-1][1]
 
 
 def assert_trained(results: Sequence[State], expected: State) -> None:
