@@ -126,6 +126,10 @@ def _bucket(*parameters: nn.Parameter, **options) -> Bucket:
     return Bucket(0, names, parameters, solo_group().global_communicator, **options)
 
 
+def test_each_parameter_begins_at_a_multiple_of_64_bytes():
+    assert _bucket(*(nn.Parameter(torch.zeros(size)) for size in (3, 20, 1))).offsets == (0, 16, 48)
+
+
 def test_changing_one_parameter_does_not_invalidate_what_autograd_saved_of_another():
     first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     _bucket(first, second).fuse_weights()
