@@ -10,14 +10,10 @@ from benchmarks import (
     compression,
     decentralized,
     import_time,
-    open_mpi,
     outer_optimizer,
     training_step,
     watching,
 )
-from benchmarks.collectives_plot import lines
-from benchmarks.paired import Comparison, Interval
-from benchmarks.shared_memory import Case
 from tests.interpreters import interpreter
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_ranks")]
@@ -40,30 +36,6 @@ def test_collectives(numbers_file, monkeypatch):
     assert "2 ranks, 4 B: shm allreduce, calls compared : not" in names(numbers_file)
     assert [name.split(":")[0] for name in names(numbers_file)][:2] == ["2 ranks, 4 B", "2 ranks, 4 KB"]
     assert sum(name.startswith("1 rank") for name in names(numbers_file)) >= 2
-
-
-def test_open_mpi_is_left_out_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(open_mpi.shutil, "which", lambda _: "/usr/bin/mpirun")
-    monkeypatch.setattr(open_mpi.importlib.util, "find_spec", lambda _: None)
-    assert open_mpi.open_mpi_is_missing() == "mpi4py is not installed"
-    monkeypatch.setattr(open_mpi.shutil, "which", lambda _: None)
-    assert open_mpi.open_mpi_is_missing() == "there is no mpirun"
-
-
-def test_the_plot_has_a_line_for_each_transport():
-    chosen = [(Case("allreduce", size, 1, size == 8, None), peer) for size in (8, 4) for peer in ("gloo", "Open MPI")]
-    chosen.append((Case("broadcast", 4, 1, False, None), "gloo"))
-    one = Interval(1.0, 1.0, 1.0)
-    comparisons = [
-        Comparison(case.name(2, peer), case.size_bytes * len(peer), case.size_bytes, "x", one, one)
-        for case, peer in chosen
-    ]
-    assert lines(comparisons) == {
-        "gloo": [(4, 16)],
-        "shm": [(4, 4)],
-        "shm, communicator.empty()": [(8, 8)],
-        "Open MPI": [(4, 32)],
-    }
 
 
 def test_training_step(numbers_file, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -44,13 +43,6 @@ def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
         assert 0 <= fault.at_s <= 1780
         assert sorted(fault.members) == list(range(8))
         assert fault.lasting_s == 0 if fault.kind == "kill" else 2 <= fault.lasting_s <= 4
-
-
-def test_a_mix_of_unknown_kinds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.parse_mix("kill:28,stop") == {"kill": 28.0, "stop": 1.0}
-    with pytest.raises(SystemExit):
-        chaos.make_parser("", faults=90, mix="kill", minutes=5).parse_args(["--mix", "flood:1"])
-    assert "kill, stop, partition" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -102,15 +94,6 @@ def test_who_ends_before_its_first_step_or_falls_silent_is_told(monkeypatch: pyt
     silent = Chaos([member_of("import time; print('step 1', flush=True); time.sleep(600)")], [])
     silent.run(60.0)
     assert silent.wrong[0] == "all members were silent for 0.1 s"
-
-
-def test_a_member_that_ignores_requests_is_ended() -> None:
-    member = member_of(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN){TRAINER}")
-    member.start()
-    chaos.wait_for(member.said)
-    member.send(signal.SIGSTOP)
-    member.end()
-    assert member.process.returncode == -signal.SIGKILL
 
 
 def told(*steps: tuple[float, int]) -> list[Said]:

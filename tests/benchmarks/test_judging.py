@@ -10,22 +10,14 @@ from pathlib import Path
 import pytest
 
 from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, ParameterFacts, Rehearsal, Run
-from bagua.cli.lab.network import LabUnavailableError
-from bagua.link import parse_link
-from benchmarks import convergence, paired, prediction
-from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines, with_recipe
-from benchmarks.lab_calls import lab_cluster
-from benchmarks.network.contenders import find_maker
+from benchmarks import convergence, paired
+from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, limit_of, make_lines
 from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
 from benchmarks.prediction import (
-    CONTENDERS,
-    GRID,
     Cell,
     Ground,
     add_to,
     main,
-    make_parser,
-    missing,
     plain_step_s,
     summary,
     tables,
@@ -134,24 +126,6 @@ def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
     assert convergence.conclude(lines, 0.5, {}, options) == status
 
 
-def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
-    always = [BASELINE, convergence.PERTURBED, MUTANT]
-    assert everyone(["bytegrad"], "images", 1500) == [*always, "bytegrad"]
-    assert everyone(["qadam:lr=0.1"], "images", 1500) == [*always, "adam:lr=0.006", "qadam:lr=0.1"]
-    assert {BASELINE, MUTANT} <= set(everyone(None, "text", 1500))
-
-
-def test_who_is_only_named_takes_part_at_the_rate_that_suits_the_task_and_so_does_the_baseline():
-    chosen = ["qadam", "adam:lr=0.045"]
-    assert everyone(chosen, "text", 1500)[3:] == ["adam:lr=0.03", "qadam:lr=0.03,warmup_steps=300", "adam:lr=0.045"]
-    assert with_recipe("one_bit_adam", "text", 3).endswith("warmup_steps=1")
-    for task in convergence.TASKS:
-        for contender in everyone(None, task, 3):
-            find_maker(contender)
-    with pytest.raises(ValueError, match="no option but lr"):
-        find_maker("adam:eps=1")
-
-
 @pytest.mark.parametrize(
     ("contender", "baseline", "limit"),
     [
@@ -204,12 +178,6 @@ def test_the_named_algorithm_is_held_against_the_best() -> None:
     assert "4 hosts, 10gbit: ddp, 1.20 of the best" in said
 
 
-def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
-    facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
-    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
-    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2
-
-
 def test_a_pace_changes_all_that_a_processor_does() -> None:
     parameters = (ParameterFacts("weight", (4, 4), "float32", 0.05),)
     run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
@@ -226,30 +194,7 @@ def test_a_pace_changes_all_that_a_processor_does() -> None:
     assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
 
 
-def test_the_grid_goes_on_where_it_ended() -> None:
-    options = make_parser().parse_args(["--grid"])
-    known = [Cell(who, hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3] for who in CONTENDERS]
-    assert len(GRID) == 16
-    # Of the third network, the last algorithm is missing.
-    whole = [(*one, list(CONTENDERS)) for one in GRID]
-    assert missing(options, []) == whole
-    assert missing(options, known[:-1]) == [(*GRID[2], [CONTENDERS[-1]]), *whole[3:]]
-    some = make_parser().parse_args(["--grid", "--contenders", "ddp", "power_sgd"])
-    assert missing(some, known)[0] == (*GRID[3], ["ddp", "power_sgd"])
-
-
-def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def no_lab(*_: object) -> list[Cell]:
-        raise LabUnavailableError("needs root")
-
-    monkeypatch.setattr(prediction, "cells_of", no_lab)
-    assert main([]) == prediction.NOT_AVAILABLE
-    assert "needs root" in capsys.readouterr().err
-
-
-def test_links_of_the_lab_let_some_bytes_pass_at_once() -> None:
-    cluster = lab_cluster(4, 1, parse_link("100mbit"))
-    assert (cluster.hosts, cluster.shared, cluster.burst_bytes) == (4, True, 128 * 1024)
-    # A millisecond at 10 Gbit/s is more than the largest packets; the switch that makes delays has no bucket.
-    assert lab_cluster(2, 1, parse_link("10gbit")).burst_bytes == 1_250_000
-    assert lab_cluster(2, 1, parse_link("100mbit,20ms")).burst_bytes == 0
+def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
+    facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2

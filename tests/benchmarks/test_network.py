@@ -20,12 +20,7 @@ from benchmarks.network import __main__ as command
 from benchmarks.network import ranks, report
 from benchmarks.network.contenders import (
     Prepared,
-    adam_learning_rate,
     find_maker,
-    one_like,
-    rate_of,
-    read_options,
-    split_options,
 )
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
@@ -188,53 +183,6 @@ def test_slowest_rank_and_all_hosts_count():
     assert (made.sent_bytes, made.baseline_sent_bytes) == (3.0, 20.0)
 
 
-def test_where_it_pays():
-    assert pays_up_to([line(10_000, 2.0), line(100, 0.5)]) == "up to 464 Mbit/s"  # a third of the way, in decades
-    assert pays_up_to([line(100, 0.5), line(None, 1.5)]) == "up to 100 Mbit/s"
-    assert pays_up_to([line(100, 1.5), line(1000, 1.5)]) == "not at 100 Mbit/s, the lowest rate that was measured"
-    assert pays_up_to([line(100, 0.5), line(1000, 0.9)]) == "at every measured rate, up to 1 Gbit/s"
-
-
-def test_runs_are_put_together_and_the_later_one_counts(tmp_path):
-    files = [tmp_path / "first.json", tmp_path / "second.json"]
-    report.write_json([Run(2, 1, "task", "ddp", 20, [line(100, 0.5), line(1000, 0.9)])], files[0])
-    later = Run(2, 1, "task", "ddp", 5, [line(1000, 0.8)])
-    far = replace(later, delay_ms=20.0)
-    report.write_json([later, far, Run(4, 1, "task", "ddp", 5, [])], files[1])
-    two_hosts, far_hosts, four_hosts = report.read_json(files)
-    assert (two_hosts.rounds, four_hosts.hosts) == (5, 4)
-    assert [entry.step.candidate_s for entry in two_hosts.lines] == [0.5, 0.8]
-    assert far_hosts == far, "a delay is another network"
-    assert "20 ms each way" in report.tables(far_hosts)
-
-
-def test_steps_in_equal_time_are_bounded():
-    plan = Plan(hosts=2, rates=(100.0,), contenders=("x",), task=PerceptronTask(), rounds=1, steps=10)
-    experiment = Experiment(plan, lab.Network((), ""))
-    assert experiment.steps_in_time(line(100, 0.5)) == (20, False)
-    assert experiment.steps_in_time(line(100, 3.0)) == (3, False)
-    assert experiment.steps_in_time(line(100, 0.01)) == (40, True)
-
-
-def test_options_of_an_optimizer_that_an_algorithm_needs():
-    model = torch.nn.Linear(2, 2)
-    given = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert split_options("qadam", {"hierarchical": False, "warmup_steps": 3}) == (
-        {"hierarchical": False},
-        {"warmup_steps": 3},
-    )
-    assert split_options("bytegrad", {"warmup_steps": 3}) == ({"warmup_steps": 3}, {})  # which bytegrad refuses
-    assert split_options("local_sgd", {"sync_every": 3, "lr": 0.5}) == ({"sync_every": 3}, {"lr": 0.5})
-    assert adam_learning_rate(given) == 1e-3
-    assert rate_of(torch.optim.SGD, given) == 3e-3
-    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 0.1)
-    assert adam_learning_rate(adam) == 0.01
-    assert rate_of(torch.optim.SGD, adam) == pytest.approx(0.0055)
-    other = one_like(torch.optim.AdamW(model.parameters(), betas=(0.5, 0.6)), model.parameters(), lr=0.5)
-    assert (type(other), other.defaults["lr"], other.defaults["betas"]) == (torch.optim.AdamW, 0.5, (0.5, 0.6))
-
-
 def take_a_step(prepared):
     prepared.optimizer.zero_grad()
     prepared.model(torch.ones(1, 4)).sum().backward()
@@ -264,10 +212,16 @@ def test_a_pause_waits_for_exchanges_under_way(thread_ranks):
     assert thread_ranks(2, pause_while_one_rank_is_late, "diloco:sync_every=4,overlap=3", paused, late) == [True, True]
 
 
-def test_contenders_as_text():
-    assert read_options("a=1,b='x',c=word,d=False") == {"a": 1, "b": "x", "c": "word", "d": False}
-    for wrong in ("nobody", "gradient_allreduce:average", "gradient_allreduce:colour=1", "no.module:function"):
-        with pytest.raises(Exception, match=r"algorithm|no option|module"):
-            find_maker(wrong)
-    with pytest.raises(SystemExit):
-        command.main(["--contenders", "nobody"])
+def test_where_it_pays():
+    assert pays_up_to([line(10_000, 2.0), line(100, 0.5)]) == "up to 464 Mbit/s"  # a third of the way, in decades
+    assert pays_up_to([line(100, 0.5), line(None, 1.5)]) == "up to 100 Mbit/s"
+    assert pays_up_to([line(100, 1.5), line(1000, 1.5)]) == "not at 100 Mbit/s, the lowest rate that was measured"
+    assert pays_up_to([line(100, 0.5), line(1000, 0.9)]) == "at every measured rate, up to 1 Gbit/s"
+
+
+def test_steps_in_equal_time_are_bounded():
+    plan = Plan(hosts=2, rates=(100.0,), contenders=("x",), task=PerceptronTask(), rounds=1, steps=10)
+    experiment = Experiment(plan, lab.Network((), ""))
+    assert experiment.steps_in_time(line(100, 0.5)) == (20, False)
+    assert experiment.steps_in_time(line(100, 3.0)) == (3, False)
+    assert experiment.steps_in_time(line(100, 0.01)) == (40, True)

@@ -2,31 +2,26 @@
 
 import json
 import math
-import time
 from functools import partial
 
 import pytest
 import torch
 
 from bagua.cli.lab import network as lab
-from benchmarks.network.contenders import Follower, find_maker, read_options
+from benchmarks.network.contenders import Follower
 from benchmarks.network.tasks import PerceptronTask
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.folder import Cell, Folder
-from benchmarks.time_to_loss.peers import expand
 from benchmarks.time_to_loss.reaching import (
     Segment,
     first_below,
     loss_after,
-    period_of,
     segments,
-    split,
     steps_within,
     target,
     time_of,
-    write_options,
 )
-from benchmarks.time_to_loss.report import Question, Report, family, pace_settings
+from benchmarks.time_to_loss.report import Question, Report, pace_settings
 
 CURVE = {10: 3.0, 20: 2.0, 30: 1.0}
 LINK = "100mbit"
@@ -84,31 +79,6 @@ def test_what_is_timed_of_a_contender(contender, found):
     assert segments(contender) == [Segment(*one) for one in found]
 
 
-def test_periods_and_numbers_of_steps_are_read_from_the_name():
-    names = ("ddp", "bytegrad", "accelerate:sync_every=32", "local_sgd", "diloco:sync_every=20", "async")
-    assert [period_of(name) for name in names] == [1, 1, 32, 8, 20, 1]
-    assert split("ddp@750", 600) == ("ddp", 750)
-    assert split("diloco:codec=int4", 600) == ("diloco:codec=int4", 600)
-    text = "sync_every=8,codec=int4,start_after=0,outer_lr=0.7"
-    assert write_options(read_options(text)) == text
-
-
-def test_everyone_who_takes_part_by_default_can_be_timed():
-    assert [command.a_contender(name) for name in command.CONTENDERS] == list(command.CONTENDERS)
-    assert [command.a_link(link) for link in command.LINKS] == list(command.LINKS)
-    for wrong in ("nobody", "bytegrad:volume=11", "peers:", "ddp@many"):
-        with pytest.raises((command.argparse.ArgumentTypeError, ValueError)):
-            command.a_contender(wrong)
-
-
-def test_functions_of_peers_take_options():
-    maker = find_maker(expand("accelerate:sync_every=32"))
-    assert maker.keywords == {"sync_every": 32}
-    assert expand("bytegrad") == "bytegrad"
-    assert family("diloco:sync_every=8@700") == "bagua"
-    assert family("accelerate:sync_every=8") == "accelerate"
-
-
 def test_optimizers_of_a_backward_pass_follow_the_schedule():
     layer = torch.nn.Linear(2, 2)
     follower = Follower(torch.optim.AdamW(layer.parameters(), lr=0.5, weight_decay=0.25))
@@ -141,16 +111,6 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
     assert [cell.settings for cell in Folder(tmp_path).cells] == [{"seed": 1}, {"seed": 2}, {"seed": 1}]
     with pytest.raises(FileExistsError, match="--resume"):
         Folder(tmp_path, resume=False)
-
-
-def test_a_cell_that_fails_or_takes_too_long_is_one_line_with_the_reason(tmp_path):
-    def fail():
-        raise ImportError("no such peer")
-
-    folder = Folder(tmp_path, limit_s=0.05)
-    assert folder.measure("paces", {}, lambda: time.sleep(60)).error == "took longer than 0.05 s"
-    assert folder.measure("memory", {}, fail).error == "ImportError: no such peer"
-    assert [cell.error for cell in Folder(tmp_path).cells] == [cell.error for cell in folder.cells]
 
 
 @pytest.fixture
@@ -208,33 +168,6 @@ def test_a_whole_training_proves_the_product_or_not(report):
     assert line.whole_s == pytest.approx([16.5])
     assert line.disagreement == pytest.approx(0.1)
     assert "10.0% TOO FAR" in report.table(["bytegrad"], LINK)
-
-
-def test_each_learning_rate_comes_first_and_then_the_best_one_on_the_other_seeds(tmp_path, monkeypatch):
-    ends = {0.1: 2.0, 0.2: 3.0}
-    monkeypatch.setattr(
-        command, "losses", lambda trained, hosts: {"held_out": {"20": 4.0, "40": ends[trained.lr] + hosts - 2}}
-    )
-    few = ["losses", "--folder", str(tmp_path), "--steps", "40", "--rates", "0.2", "0.1", "--seeds", "0", "1"]
-    few += ["--contenders", "bytegrad@30"]
-    assert command.main(few) == 0
-    cells = [json.loads(line)["settings"] for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
-    taken = [(cell["contender"], cell["steps"], cell["lr"], cell["seed"]) for cell in cells]
-    order = [(0.2, 5), (0.1, 5), (0.1, 0), (0.1, 1)]
-    assert taken == [*(("ddp", 40, *one) for one in order), *(("bytegrad", 30, *one) for one in order)]
-    assert command.main(few) == 2
-    assert command.main([*few, "--resume"]) == 0
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(cells)
-
-
-def test_without_full_gradients_there_is_nothing_to_compare_with(tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise ImportError("no such peer")
-
-    monkeypatch.setattr(command, "losses", fail)
-    few = ["losses", "--folder", str(tmp_path), "--rates", "0.1", "--seeds", "0", "--contenders", "bytegrad"]
-    assert command.main(few) == 1
-    assert "measure losses first" in capsys.readouterr().err
 
 
 @pytest.mark.gloo
