@@ -1,21 +1,23 @@
-"""The examples of the pages about other frameworks and about clusters, run as a user would run them."""
+"""The examples of the pages about other frameworks and about clusters, run as a user would run them; and Ray's config."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from bagua.errors import ConfigurationError
+from bagua.integrations.ray import torch_config
 from tests.interpreters import interpreter
 from tests.launching import REPOSITORY, ends, environment, free_port
-
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 
 EXAMPLES = REPOSITORY / "examples"
 
@@ -54,6 +56,8 @@ def learned(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+ +loss (\d+\.\d{4})", output)]
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp_path):
     """The script as it is, on one node; Slurm's commands are stand-ins."""
     path = tools(
@@ -70,6 +74,8 @@ def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp
     assert learned(later)[-1] < first[-1]
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path):
     yaml = pytest.importorskip("yaml", reason="needs PyYAML")
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes_job.yaml").read_text())
@@ -91,6 +97,8 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_path):
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     script = tmp_path / "train.py"
@@ -116,6 +124,8 @@ def torchrun(*script: str) -> str:
     return run(*interpreter(), "-m", "torch.distributed.run", *place, *script)
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_the_accelerate_example_learns_and_saves(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
     script = ("examples/use_accelerate.py", "--checkpoint", str(tmp_path / "saved"))
@@ -124,6 +134,8 @@ def test_the_accelerate_example_learns_and_saves(tmp_path):
     assert {file.name for file in (tmp_path / "saved").iterdir()} > {"bagua-rank0.pt", "bagua-rank1.pt"}
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_the_transformers_example_learns_and_goes_on(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra transformers")
     script = ("examples/use_transformers.py", "--folder", str(tmp_path))
@@ -132,6 +144,8 @@ def test_the_transformers_example_learns_and_goes_on(tmp_path):
     assert learned(torchrun(*script, "--steps", "101", "--resume"))[0] < 0.5 * losses[0]
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.timeout(300)
 def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
     script = ("examples/talk_rarely.py", "--checkpoint", str(tmp_path / "saved"), "--entry")
@@ -143,6 +157,8 @@ def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
         assert max(learned(output)) < 0.5 * first[0]
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_island_that_ray_starts_again_is_a_newcomer():
@@ -153,6 +169,8 @@ def test_an_island_that_ray_starts_again_is_a_newcomer():
     assert len({total for *_, total in ends}) == 1
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_the_ray_example_learns(tmp_path):
@@ -164,6 +182,8 @@ def test_the_ray_example_learns(tmp_path):
     assert all(float(last) < 0.5 * float(first) for _, _, first, last, _ in ends)
 
 
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked_python")
 def test_the_lightning_example_learns_and_saves(imported_before, tmp_path):
     """Lightning starts the second process."""
     pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
@@ -174,3 +194,29 @@ def test_the_lightning_example_learns_and_saves(imported_before, tmp_path):
     (first, *one), (second, *other) = sorted(re.findall(r"rank (\d) of (\d) ends with (-?\d+\.\d+)", output))
     assert (first, second, one) == ("0", "1", other)
     assert (tmp_path / "last.ckpt").exists()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.train.torch", None)
+    with pytest.raises(ImportError, match=r"bagua-torch\[ray\]"):
+        torch_config()
+
+
+@dataclasses.dataclass
+class ConfigOfRay:
+    """What this integration needs of Ray's ``TorchConfig``."""
+
+    timeout_s: int = 1800
+    backend_cls = object
+
+
+@pytest.mark.parametrize(("asked_s", "of_ray"), [(1800.0, 1800), (0.5, 1), (1.2, 2), (float("inf"), 365 * 24 * 3600)])
+def test_ray_never_gets_less_time_than_was_asked_for(monkeypatch, asked_s, of_ray):
+    monkeypatch.setitem(sys.modules, "ray.train.torch", types.SimpleNamespace(TorchConfig=ConfigOfRay))
+    assert torch_config(timeout_s=asked_s).timeout_s == of_ray
+
+
+def test_no_time_at_all_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.train.torch", types.SimpleNamespace(TorchConfig=ConfigOfRay))
+    with pytest.raises(ConfigurationError, match="timeout_s"):
+        torch_config(timeout_s=0)
