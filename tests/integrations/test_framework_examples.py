@@ -1,4 +1,4 @@
-"""The examples of the pages about other frameworks and about clusters, run as a user would run them; and Ray's config."""
+"""Examples of the pages about other frameworks and about clusters, run as a user would run them; the config of Ray."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from bagua.integrations.ray import torch_config
 from tests.interpreters import interpreter
 from tests.launching import REPOSITORY, ends, environment, free_port
 
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 EXAMPLES = REPOSITORY / "examples"
 
 
@@ -56,8 +57,6 @@ def learned(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+ +loss (\d+\.\d{4})", output)]
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp_path):
     """The script as it is, on one node; Slurm's commands are stand-ins."""
     path = tools(
@@ -74,8 +73,6 @@ def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp
     assert learned(later)[-1] < first[-1]
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path):
     yaml = pytest.importorskip("yaml", reason="needs PyYAML")
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes_job.yaml").read_text())
@@ -97,8 +94,6 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_path):
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     script = tmp_path / "train.py"
@@ -124,8 +119,6 @@ def torchrun(*script: str) -> str:
     return run(*interpreter(), "-m", "torch.distributed.run", *place, *script)
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_accelerate_example_learns_and_saves(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
     script = ("examples/use_accelerate.py", "--checkpoint", str(tmp_path / "saved"))
@@ -134,8 +127,6 @@ def test_the_accelerate_example_learns_and_saves(tmp_path):
     assert {file.name for file in (tmp_path / "saved").iterdir()} > {"bagua-rank0.pt", "bagua-rank1.pt"}
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_transformers_example_learns_and_goes_on(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra transformers")
     script = ("examples/use_transformers.py", "--folder", str(tmp_path))
@@ -144,8 +135,6 @@ def test_the_transformers_example_learns_and_goes_on(tmp_path):
     assert learned(torchrun(*script, "--steps", "101", "--resume"))[0] < 0.5 * losses[0]
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.timeout(300)
 def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
     script = ("examples/talk_rarely.py", "--checkpoint", str(tmp_path / "saved"), "--entry")
@@ -157,8 +146,6 @@ def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
         assert max(learned(output)) < 0.5 * first[0]
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_island_that_ray_starts_again_is_a_newcomer():
@@ -169,8 +156,6 @@ def test_an_island_that_ray_starts_again_is_a_newcomer():
     assert len({total for *_, total in ends}) == 1
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_the_ray_example_learns(tmp_path):
@@ -182,8 +167,6 @@ def test_the_ray_example_learns(tmp_path):
     assert all(float(last) < 0.5 * float(first) for _, _, first, last, _ in ends)
 
 
-@pytest.mark.gloo
-@pytest.mark.usefixtures("forked_python")
 def test_the_lightning_example_learns_and_saves(imported_before, tmp_path):
     """Lightning starts the second process."""
     pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
