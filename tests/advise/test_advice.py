@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.advise import (
-    Advice,
-    Cluster,
-    MachineFacts,
-    ModelFacts,
-    ParameterFacts,
-    Prediction,
-    advise,
-    measure,
-    measure_model,
-    weigh,
-)
+from bagua import advise
 from bagua.advise.advice import RECIPES, asked_for, ranked
 from bagua.advise.measure import Others
 from bagua.algorithms import ByteGradAlgorithm
@@ -30,13 +19,13 @@ from bagua.errors import ConfigurationError
 INT4, EIGHT_BITS = RECIPES["local_sgd"]
 
 
-def prediction(name: str, step_s: float, *, equal: bool = True, needs: str = "", **options: Any) -> Prediction:
-    return Prediction(name, step_s, 0.9 * step_s, 1.1 * step_s, 1e6, equal, needs, options)
+def prediction(name: str, step_s: float, *, equal: bool = True, needs: str = "", **options: Any) -> advise.Prediction:
+    return advise.Prediction(name, step_s, 0.9 * step_s, 1.1 * step_s, 1e6, equal, needs, options)
 
 
-def advice(*others: Prediction, optimizer: str = "SGD", outside: tuple[str, ...] = ()) -> Advice:
+def advice(*others: advise.Prediction, optimizer: str = "SGD", outside: tuple[str, ...] = ()) -> advise.Advice:
     everyone = sorted([prediction("ddp", 1.0), *others], key=lambda one: one.step_s)
-    return Advice(Cluster(4), tuple(everyone), optimizer, (("async", "no steps"),), outside)
+    return advise.Advice(advise.Cluster(4), tuple(everyone), optimizer, (("async", "no steps"),), outside)
 
 
 def test_the_fastest_that_keeps_ranks_equal_is_named() -> None:
@@ -86,8 +75,10 @@ def test_the_table_shows_few_bytes_too() -> None:
 
 
 def test_the_answer_says_when_others_had_the_cores() -> None:
-    facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
-    busy, idle = (weigh(facts, Cluster(2), [], MachineFacts(others=share)) for share in (0.48, 0.02))
+    facts = advise.ModelFacts((advise.ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
+    busy, idle = (
+        advise.weigh(facts, advise.Cluster(2), [], advise.MachineFacts(others=share)) for share in (0.48, 0.02)
+    )
     assert "Other processes had 48% of the cores" in busy.answer()
     assert "Other processes" not in idle.answer()
 
@@ -95,21 +86,21 @@ def test_the_answer_says_when_others_had_the_cores() -> None:
 def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stat"
     ticks, cores = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
-    monkeypatch.setattr(measure, "_CORES_FILE", file)
-    monkeypatch.setattr(measure.time, "monotonic", iter((10.0, 20.0)).__next__)
-    monkeypatch.setattr(measure.os, "times", lambda: (1.0, 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(advise.measure, "_CORES_FILE", file)
+    monkeypatch.setattr(advise.measure.time, "monotonic", iter((10.0, 20.0)).__next__)
+    monkeypatch.setattr(advise.measure.os, "times", lambda: (1.0, 0.0, 0.0, 0.0, 0.0))
     file.write_text("cpu  100 10 50 1000 0\n")
     since = Others()
     # In ten seconds, others work for three on each core.
     file.write_text(f"cpu  {100 + 3 * ticks * cores} 10 50 1000 0\n")
     assert since.share() == pytest.approx(0.3)
-    monkeypatch.setattr(measure.time, "monotonic", iter((10.0, 20.0)).__next__)
+    monkeypatch.setattr(advise.measure.time, "monotonic", iter((10.0, 20.0)).__next__)
     file.unlink()
     assert Others().share() == 0.0
 
 
 def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_ROUNDS", 3)
+    monkeypatch.setattr(advise.measure, "_ROUNDS", 3)
     layer = torch.nn.Linear(32, 32)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 
@@ -118,15 +109,15 @@ def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> Non
         layer(torch.ones(2, 32)).sum().backward()
         optimizer.step()
 
-    found = advise(layer, optimizer, step, hosts=40, link="10mbit", seconds=0.0, algorithms=["bytegrad"])
+    found = advise.advise(layer, optimizer, step, hosts=40, link="10mbit", seconds=0.0, algorithms=["bytegrad"])
     assert {one.name for one in found.predictions} == {"ddp", "bytegrad"}
     assert any("40 hosts" in phrase for phrase in found.outside)
     # Forty ranks in a ring of Gloo: 78 messages, one after the other.
     assert found.ddp.step_s > 78 * 1e-6
     with pytest.raises(ConfigurationError, match="link"):
-        advise(layer, optimizer, step, link="fast")
+        advise.advise(layer, optimizer, step, link="fast")
     with pytest.raises(ConfigurationError, match="one rank sends nothing"):
-        advise(layer, optimizer, step, hosts=1, seconds=0.0)
+        advise.advise(layer, optimizer, step, hosts=1, seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,7 @@ def test_what_makes_no_sense_is_refused_before_a_step_is_made(argument: str, val
 
     given: dict[str, Any] = {"optimizer": torch.optim.SGD(layer.parameters(), lr=0.1), "step": step, argument: value}
     with pytest.raises(ConfigurationError):
-        advise(layer, **given)
+        advise.advise(layer, **given)
 
 
 def test_an_algorithm_that_fails_in_its_rehearsal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +152,8 @@ def test_an_algorithm_that_fails_in_its_rehearsal_is_left_out(monkeypatch: pytes
         raise ValueError("not today")
 
     monkeypatch.setattr(ByteGradAlgorithm, "exchanges", fail)
-    facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
-    found = weigh(facts, Cluster(2), ["bytegrad", "decentralized"], MachineFacts())
+    facts = advise.ModelFacts((advise.ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
+    found = advise.weigh(facts, advise.Cluster(2), ["bytegrad", "decentralized"], advise.MachineFacts())
     assert {one.name for one in found.predictions} == {"ddp", "decentralized"}
     assert found.refusals == (("bytegrad", "ValueError: not today"),)
 
@@ -171,7 +162,7 @@ def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(first, second)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = measure_model(model, optimizer, lambda: train(model, optimizer), seconds=0.0)
+    found = advise.measure_model(model, optimizer, lambda: train(model, optimizer), seconds=0.0)
     assert [one.name[0] for one in found.parameters] == ["1", "1", "0", "0"]
     arrivals = [one.arrival_s for one in found.parameters]
     assert arrivals == sorted(arrivals)
@@ -190,10 +181,10 @@ def test_what_does_not_train_is_refused() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="does not call the module"):
-        measure_model(model, optimizer, lambda: None)
+        advise.measure_model(model, optimizer, lambda: None)
     with pytest.raises(ConfigurationError, match="on the CPU"):
-        measure_model(torch.nn.Linear(2, 2, device="meta"), optimizer, lambda: None)
+        advise.measure_model(torch.nn.Linear(2, 2, device="meta"), optimizer, lambda: None)
     with pytest.raises(ConfigurationError, match="nothing was measured"):
-        ModelFacts((), (1.0,))
+        advise.ModelFacts((), (1.0,))
     with pytest.raises(ConfigurationError, match="nothing was measured"):
-        ModelFacts((ParameterFacts("p", (1,), "float32", 0.1),), ())
+        advise.ModelFacts((advise.ParameterFacts("p", (1,), "float32", 0.1),), ())

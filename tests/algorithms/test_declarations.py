@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua import algorithms
+from bagua import algorithms, optim, primitives
 from bagua.algorithms import (
     Algorithm,
     AsyncModelAverageAlgorithmImpl,
@@ -23,30 +23,7 @@ from bagua.algorithms import (
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.compression import BlockTopK, Codec, Int2, TopK
 from bagua.errors import ConfigurationError, InvalidTypeError, NotInitializedError
-from bagua.optim import (
-    AccumAdam,
-    AccumAdamW,
-    DionOptimizer,
-    OneBitLambOptimizer,
-    QAdamOptimizer,
-    lr_scheduler_fn_cosine_with_warmup,
-    optim_fn_accum_adam,
-    optim_fn_accum_adamw,
-    optim_fn_adam,
-    optim_fn_adamw,
-)
 from bagua.parallel import with_bagua
-from bagua.primitives import (
-    EF21,
-    AllGatherReducer,
-    AveragedFeedback,
-    ContributorsReducer,
-    ErrorFeedback,
-    MomentumCorrection,
-    PowerSGDReducer,
-    ScatterGatherReducer,
-    SparseReducer,
-)
 from bagua.topology import Hierarchical
 from tests.harness import mlp, sgd
 from tests.parallel.wrapping import on_ranks
@@ -152,7 +129,7 @@ MUON = needs("torch.optim.Muon", hasattr(torch.optim, "Muon"))
 
 EAGER = algorithms.EagerStep(algorithms.Outer(torch.optim.SGD, lr=0.5))
 
-GATHERED = AllGatherReducer(TopK())
+GATHERED = primitives.AllGatherReducer(TopK())
 
 FLAGS = [
     (name, field.name)
@@ -318,25 +295,28 @@ def test_a_name_is_text():
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
-        (lambda: AllGatherReducer(3), "codec"),
-        (lambda: ScatterGatherReducer("sign"), "codec"),
-        (lambda: ErrorFeedback(3), "reducer"),
-        *((lambda wrong=wrong: ErrorFeedback(GATHERED, wrong), "decay") for wrong in (0.0, 1.1)),
-        (lambda: ErrorFeedback(EF21(GATHERED)), "reducer"),
-        *((lambda wrong=wrong: EF21(wrong), "reducer") for wrong in (ErrorFeedback(GATHERED), TopK())),
-        (lambda: EF21(GATHERED, 0.0), "averaging"),
-        (lambda: MomentumCorrection(GATHERED, 1.0), "momentum"),
-        (lambda: MomentumCorrection(GATHERED, 0.9, -1.0), "clip_norm"),
-        (lambda: AveragedFeedback(GATHERED, 0.0), "averaging"),
-        (lambda: AveragedFeedback(GATHERED, reset_every=0), "reset_every"),
-        (lambda: AveragedFeedback(EF21(GATHERED)), "reducer"),
-        (lambda: ContributorsReducer("topk"), "codec"),
-        (lambda: SparseReducer(None), "codec"),
-        (lambda: SparseReducer(TopK(), gather_ranks=0), "gather_ranks"),
-        (lambda: SparseReducer(TopK(), contributors=1), "contributors"),
-        (lambda: PowerSGDReducer(seed="x"), "seed"),
-        *((lambda wrong=wrong: PowerSGDReducer(wrong), "matrix_rank") for wrong in (0, 1.5, "x")),
-        (lambda: ErrorFeedback(ErrorFeedback(PowerSGDReducer(1))), "reducer"),
+        (lambda: primitives.AllGatherReducer(3), "codec"),
+        (lambda: primitives.ScatterGatherReducer("sign"), "codec"),
+        (lambda: primitives.ErrorFeedback(3), "reducer"),
+        *((lambda wrong=wrong: primitives.ErrorFeedback(GATHERED, wrong), "decay") for wrong in (0.0, 1.1)),
+        (lambda: primitives.ErrorFeedback(primitives.EF21(GATHERED)), "reducer"),
+        *(
+            (lambda wrong=wrong: primitives.EF21(wrong), "reducer")
+            for wrong in (primitives.ErrorFeedback(GATHERED), TopK())
+        ),
+        (lambda: primitives.EF21(GATHERED, 0.0), "averaging"),
+        (lambda: primitives.MomentumCorrection(GATHERED, 1.0), "momentum"),
+        (lambda: primitives.MomentumCorrection(GATHERED, 0.9, -1.0), "clip_norm"),
+        (lambda: primitives.AveragedFeedback(GATHERED, 0.0), "averaging"),
+        (lambda: primitives.AveragedFeedback(GATHERED, reset_every=0), "reset_every"),
+        (lambda: primitives.AveragedFeedback(primitives.EF21(GATHERED)), "reducer"),
+        (lambda: primitives.ContributorsReducer("topk"), "codec"),
+        (lambda: primitives.SparseReducer(None), "codec"),
+        (lambda: primitives.SparseReducer(TopK(), gather_ranks=0), "gather_ranks"),
+        (lambda: primitives.SparseReducer(TopK(), contributors=1), "contributors"),
+        (lambda: primitives.PowerSGDReducer(seed="x"), "seed"),
+        *((lambda wrong=wrong: primitives.PowerSGDReducer(wrong), "matrix_rank") for wrong in (0, 1.5, "x")),
+        (lambda: primitives.ErrorFeedback(primitives.ErrorFeedback(primitives.PowerSGDReducer(1))), "reducer"),
         (lambda: Hierarchical("ring"), "between_hosts"),
     ],
 )
@@ -360,15 +340,15 @@ WRONG = {
     [
         *(
             (kind, name, one)
-            for kind in (AccumAdam, AccumAdamW, QAdamOptimizer)
+            for kind in (optim.AccumAdam, optim.AccumAdamW, optim.QAdamOptimizer)
             for name in WRONG
             for one in WRONG[name]
         ),
-        (AccumAdamW, "accum_iter", 0),
-        (QAdamOptimizer, "warmup_steps", 0),
-        (QAdamOptimizer, "warmup_steps", 1.5),
-        (OneBitLambOptimizer, "ratio_beta", 1.0),
-        (OneBitLambOptimizer, "warmup_steps", 0),
+        (optim.AccumAdamW, "accum_iter", 0),
+        (optim.QAdamOptimizer, "warmup_steps", 0),
+        (optim.QAdamOptimizer, "warmup_steps", 1.5),
+        (optim.OneBitLambOptimizer, "ratio_beta", 1.0),
+        (optim.OneBitLambOptimizer, "warmup_steps", 0),
     ],
 )
 def test_optimizers(kind, argument, wrong):
@@ -377,7 +357,9 @@ def test_optimizers(kind, argument, wrong):
     assert caught.value.argument == argument
 
 
-@pytest.mark.parametrize("function", [optim_fn_accum_adam, optim_fn_accum_adamw, optim_fn_adam, optim_fn_adamw])
+@pytest.mark.parametrize(
+    "function", [optim.optim_fn_accum_adam, optim.optim_fn_accum_adamw, optim.optim_fn_adam, optim.optim_fn_adamw]
+)
 @pytest.mark.parametrize(
     ("argument", "wrong"), [("weight_decay", -1.0), ("weight_decay", "x"), ("lr", "x"), ("beta1", None), ("eps", "x")]
 )
@@ -394,7 +376,7 @@ def test_makers_of_optimizers(function, argument, wrong):
 def test_the_maker_of_schedules(argument, wrong):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ConfigurationError) as caught:
-        lr_scheduler_fn_cosine_with_warmup(optimizer, **{"t_max": 2, "t_warmup": 1, argument: wrong})
+        optim.lr_scheduler_fn_cosine_with_warmup(optimizer, **{"t_max": 2, "t_warmup": 1, argument: wrong})
     assert caught.value.argument == argument
 
 
@@ -415,19 +397,23 @@ DION = r"DionOptimizer\(model.parameters\(\), matrix_rank=2"
         (algorithms.QAdamAlgorithm(), sgd, "no QAdamOptimizer steps"),
         (
             algorithms.QAdamAlgorithm(),
-            lambda own: [QAdamOptimizer(own[1:]), sgd(own[:1])],
+            lambda own: [optim.QAdamOptimizer(own[1:]), sgd(own[:1])],
             r"no QAdamOptimizer steps 0\.weight",
         ),
-        (algorithms.QAdamAlgorithm(QAdamOptimizer(mlp().parameters())), QAdamOptimizer, "q_adam_optimizer"),
+        (algorithms.QAdamAlgorithm(optim.QAdamOptimizer(mlp().parameters())), optim.QAdamOptimizer, "q_adam_optimizer"),
         (
             algorithms.QAdamAlgorithm(),
-            lambda own: [QAdamOptimizer(own[1:]), QAdamOptimizer(own[:1], warmup_steps=7)],
+            lambda own: [optim.QAdamOptimizer(own[1:]), optim.QAdamOptimizer(own[:1], warmup_steps=7)],
             "one number of warmup_steps",
         ),
-        (algorithms.OneBitLambAlgorithm(), QAdamOptimizer, "OneBitLambOptimizer"),
+        (algorithms.OneBitLambAlgorithm(), optim.QAdamOptimizer, "OneBitLambOptimizer"),
         (algorithms.DionAlgorithm(matrix_rank=2), sgd, DION),
-        (algorithms.DionAlgorithm(matrix_rank=2), lambda own: DionOptimizer(own, matrix_rank=3), DION),
-        (algorithms.DionAlgorithm(matrix_rank=2), lambda own: DionOptimizer(own, matrix_rank=2, momentum=0.5), DION),
+        (algorithms.DionAlgorithm(matrix_rank=2), lambda own: optim.DionOptimizer(own, matrix_rank=3), DION),
+        (
+            algorithms.DionAlgorithm(matrix_rank=2),
+            lambda own: optim.DionOptimizer(own, matrix_rank=2, momentum=0.5),
+            DION,
+        ),
         (algorithms.LowPrecisionDecentralizedAlgorithm(), lambda own: sgd(own[:3]), r"2\.bias"),
         (algorithms.LowPrecisionDecentralizedAlgorithm(topology=ONE_WAY), sgd, "same weight"),
         (mixed_by([[0.5, 0.5], [0.5, 0.5]]), sgd, "number of ranks"),

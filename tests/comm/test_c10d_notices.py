@@ -14,17 +14,10 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore
 
+from bagua import errors
 from bagua.comm.transports import failure as c10d_notices
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import Cause, FailureFinder, Findings, Mailbox, ended_error, lost_error
-from bagua.errors import (
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    PeerLostError,
-    TransportUnavailableError,
-    blame,
-    relayed,
-)
 from tests.launching import PATIENCE_S, launched
 
 RANKS = (4, 5, 6, 7)
@@ -170,13 +163,13 @@ def test_no_socket_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(c10d_notices, "_listen", refuse)
-    with pytest.raises(TransportUnavailableError, match="Too many open files"):
+    with pytest.raises(errors.TransportUnavailableError, match="Too many open files"):
         Mailbox(membership(HashStore(), 0))
 
 
 def test_meeting_names_who_is_missing() -> None:
     box = Mailbox(replace(membership(HashStore(), 1, 3), timeout_s=0.05))
-    with pytest.raises(CollectiveTimeoutError, match="2 of 3 ranks did not come") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match="2 of 3 ranks did not come") as caught:
         box.meet()
     assert (caught.value.peers, caught.value.rank) == ((4, 6), 5)
     assert caught.value.call == "the set-up of communicator test"
@@ -203,7 +196,7 @@ def test_what_a_lost_connection_meant(
     found: Findings, peers: tuple[int, ...], silent: tuple[int, ...], words: str
 ) -> None:
     error = lost_error(BROKEN, found, 4, 1.0, 10.0)
-    assert type(error) is PeerLostError
+    assert type(error) is errors.PeerLostError
     assert (error.peers, error.silent) == (peers, silent)
     assert words in str(error)
     assert str(error).count("lost rank") <= 1
@@ -211,18 +204,18 @@ def test_what_a_lost_connection_meant(
 
 @pytest.mark.parametrize("late", [(5,), (0, 4, 12)])
 def test_who_came_late_is_told_alike_on_all_ranks(late: tuple[int, ...]) -> None:
-    first = CollectiveTimeoutError.of(late, 2.5, 7)
-    culprit, reason = blame(first, 7, "a call")
+    first = errors.CollectiveTimeoutError.of(late, 2.5, 7)
+    culprit, reason = errors.blame(first, 7, "a call")
     for rank in (7, *late):
-        told = relayed(culprit, reason, rank, teller=7)
-        assert type(told) is CollectiveTimeoutError
+        told = errors.relayed(culprit, reason, rank, teller=7)
+        assert type(told) is errors.CollectiveTimeoutError
         assert (told.peers, told.timeout_s) == (late, 2.5)
         assert ("this rank came late" in str(told)) == (rank in late)
 
 
 def test_a_call_after_the_end_names_who_ended_it() -> None:
-    assert type(ended_error(CAUSE, 5)) is PeerLostError
-    assert type(ended_error(CAUSE, 7)) is CommunicatorClosedError
+    assert type(ended_error(CAUSE, 5)) is errors.PeerLostError
+    assert type(ended_error(CAUSE, 7)) is errors.CommunicatorClosedError
 
 
 @pytest.fixture

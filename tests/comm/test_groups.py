@@ -10,19 +10,12 @@ import torch.distributed as dist
 import bagua.comm
 import bagua.parallel as bagua_parallel
 import bagua.torch_api
+from bagua import errors
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import NON_MEMBER, NonMember, ProcessGroup, functional
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.startup.adoption import as_group
-from bagua.errors import (
-    CollectiveMismatchError,
-    CommunicatorClosedError,
-    InvalidRankError,
-    InvalidTypeError,
-    NotInitializedError,
-    PeerLostError,
-)
 
 LAYOUTS = [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]]
 
@@ -133,7 +126,7 @@ def test_a_group_is_taken_in_each_form(ranks):
 def test_what_is_no_group_is_refused():
     for call in (bagua.comm.barrier, bagua.comm.get_rank, bagua.comm.get_world_size):
         for wrong in ("gloo", 0, [0, 1]):
-            with pytest.raises(InvalidTypeError, match="not a process group"):
+            with pytest.raises(errors.InvalidTypeError, match="not a process group"):
                 call(wrong)
 
 
@@ -164,7 +157,7 @@ def wrap_on_the_outside():
         lambda: AsyncModelAverageAlgorithmImpl(group),
         lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER),
     ):
-        with pytest.raises(InvalidRankError, match="not a member") as caught:
+        with pytest.raises(errors.InvalidRankError, match="not a member") as caught:
             wrap()
         found.append(caught.value.argument)
     return found
@@ -186,7 +179,7 @@ def test_a_group_has_its_own_timeout(ranks):
 @pytest.mark.parametrize("wrong", [[], [0, 0], [3], [-1], ["0"], [True, 0]], ids=str)
 def test_what_is_no_set_of_ranks(thread_ranks, wrong):
     def ask():
-        with pytest.raises(InvalidRankError, match="different whole numbers from 0 to 2"):
+        with pytest.raises(errors.InvalidRankError, match="different whole numbers from 0 to 2"):
             bagua.comm.new_group(wrong)
         return total(bagua.comm.get_default_group().global_communicator)
 
@@ -195,7 +188,7 @@ def test_what_is_no_set_of_ranks(thread_ranks, wrong):
 
 def ask_for_different_groups():
     rank = bagua.comm.get_rank()
-    with pytest.raises(CollectiveMismatchError, match="different groups") as caught:
+    with pytest.raises(errors.CollectiveMismatchError, match="different groups") as caught:
         bagua.comm.new_group([0, 1] if rank == 0 else [0, 2])
     assert "[0, 1]" in str(caught.value)
     assert "[0, 2]" in str(caught.value)
@@ -221,7 +214,7 @@ def use_duplicates():
     assert group.global_communicator.stats()["allreduce"].calls == 1
     copies[0].close()
     copies[0].close()
-    with pytest.raises(CommunicatorClosedError):
+    with pytest.raises(errors.CommunicatorClosedError):
         total(copies[0].global_communicator)
     return [*sums, total(group.global_communicator), total(copies[1].global_communicator)]
 
@@ -255,7 +248,7 @@ def test_destroying_ends_every_group_and_goes_on_after_an_error(thread_ranks):
         with pytest.raises(IndexError):  # the first of two errors
             bagua.comm.destroy_process_group()
         bagua.comm.destroy_process_group()
-        with pytest.raises(NotInitializedError, match="init_process_group"):
+        with pytest.raises(errors.NotInitializedError, match="init_process_group"):
             bagua.comm.allreduce(torch.ones(1))
         everything = (communicator.usable, group.global_communicator.usable, bagua.comm.is_initialized())
         return called, everything
@@ -301,7 +294,7 @@ def join_torch_groups():
     rank = dist.get_rank()
     torch_group = dist.new_group([0, 2])
     if rank == 1:
-        with pytest.raises(InvalidRankError, match="not a member"):
+        with pytest.raises(errors.InvalidRankError, match="not a member"):
             bagua.comm.from_torch_group(torch_group)
     seen = []
     for _ in range(2 if rank != 1 else 0):
@@ -328,6 +321,8 @@ def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(mon
 
     monkeypatch.setattr("bagua.comm.group.create_transport", lost)
     for ranks, peers in (([0, 1], (0,)), ([4, 5], ())):
-        with pytest.raises(PeerLostError, match=f"rank {ranks[1]} lost the store .*the set-up of pair") as caught:
+        with pytest.raises(
+            errors.PeerLostError, match=f"rank {ranks[1]} lost the store .*the set-up of pair"
+        ) as caught:
             ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Recorder())
         assert caught.value.peers == peers

@@ -11,19 +11,10 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
+from bagua import errors
 from bagua.comm.startup import formation, initialization
 from bagua.comm.store.asking import come_together
 from bagua.comm.store.serving import connect_store, thread_store
-from bagua.errors import (
-    BaguaError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ConfigurationError,
-    InvalidTypeError,
-    NotInitializedError,
-    RepeatedInitializationError,
-    TransportUnavailableError,
-)
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import this_rank
 from tests.harness import in_threads
@@ -66,7 +57,7 @@ def start_alone():
     bagua.comm.init_process_group()
     assert dist.is_initialized()
     group = bagua.comm.get_default_group()
-    with pytest.raises(RepeatedInitializationError, match="destroy_process_group"):
+    with pytest.raises(errors.RepeatedInitializationError, match="destroy_process_group"):
         bagua.comm.init_process_group()
     assert bagua.comm.get_default_group() is group
     facts = (
@@ -86,7 +77,7 @@ def test_without_a_launcher_a_process_is_a_world_and_a_second_call_changes_nothi
 
 def test_before_initialization_calls_say_what_to_do():
     for call in (bagua.comm.get_default_group, bagua.comm.barrier, bagua.comm.stats, bagua.comm.new_group):
-        with pytest.raises(NotInitializedError, match="init_process_group"):
+        with pytest.raises(errors.NotInitializedError, match="init_process_group"):
             call()
     bagua.comm.destroy_process_group()  # nothing to do
 
@@ -132,17 +123,17 @@ def test_an_existing_group_of_torch_is_joined_and_not_destroyed():
 
 def start_without_an_address():
     os.environ.update(RANK="0", WORLD_SIZE="2")
-    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc 2"):
+    with pytest.raises(errors.ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc 2"):
         bagua.comm.init_process_group()
     for port in ("0", "99999"):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        with pytest.raises(ConfigurationError, match=f"from 1 to 65535, seen .* MASTER_PORT {port}"):
+        with pytest.raises(errors.ConfigurationError, match=f"from 1 to 65535, seen .* MASTER_PORT {port}"):
             bagua.comm.init_process_group()
     os.environ.pop("RANK")
-    with pytest.raises(ConfigurationError, match=r"rank unset, world size 2.*torchrun --nproc_per_node 2"):
+    with pytest.raises(errors.ConfigurationError, match=r"rank unset, world size 2.*torchrun --nproc_per_node 2"):
         bagua.comm.init_process_group()
     os.environ.update(RANK="one")
-    with pytest.raises(ConfigurationError, match="RANK"):
+    with pytest.raises(errors.ConfigurationError, match="RANK"):
         bagua.comm.init_process_group()
     return bagua.comm.is_initialized(), dist.is_initialized()
 
@@ -153,7 +144,7 @@ def test_a_world_size_without_a_launcher_shows_the_command():
 
 def start_without_the_host(port):
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with pytest.raises(CollectiveTimeoutError, match=str(port)) as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match=str(port)) as caught:
         bagua.comm.init_process_group(timeout=1.0)
     return caught.value.peers
 
@@ -170,7 +161,7 @@ def start_on_a_port_that_is_taken():
         taken.listen()
         port = str(taken.getsockname()[1])
         os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}") as caught:
+        with pytest.raises(errors.ConfigurationError, match=f"127.0.0.1:{port}") as caught:
             bagua.comm.init_process_group(timeout=1.0)
         assert str(caught.value).startswith(f"port {port} is taken")
         assert "choose another port" in str(caught.value)
@@ -200,7 +191,7 @@ def test_a_taken_port_is_an_error_of_the_one_who_wants_it():
 )
 def test_arguments_that_cannot_work(options):
     def ask():
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             bagua.comm.init_process_group(**options)
         assert caught.value.argument
         return bagua.comm.is_initialized()
@@ -223,7 +214,7 @@ def test_a_rank_that_tries_again_meets_those_who_try_for_the_first_time():
 
     def ask():
         if own_rank() == 0:
-            with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
+            with pytest.raises(errors.CollectiveTimeoutError, match="did not come") as caught:
                 init_thread(store, 2, timeout=0.2)
             assert caught.value.peers == (1,)
             assert not bagua.comm.is_initialized()
@@ -270,7 +261,8 @@ def test_who_gives_up_when_all_have_come_meets_them():
 
 
 @pytest.mark.parametrize(
-    ("comes", "kind", "peers"), [(False, CollectiveTimeoutError, (1,)), (True, TransportUnavailableError, ())]
+    ("comes", "kind", "peers"),
+    [(False, errors.CollectiveTimeoutError, (1,)), (True, errors.TransportUnavailableError, ())],
 )
 def test_what_torch_raises_when_it_is_set_up_is_translated(monkeypatch, comes, kind, peers):
     """A rank that dies after the plan was made never comes to torch, which says so with errors of its store."""
@@ -294,9 +286,9 @@ def test_ranks_that_were_started_differently_all_hear_of_it(fact):
     def ask():
         different = {"world_size": 3, "backend": "gloo", "local_world_size": 1}[fact]
         usual = {"world_size": 2, "backend": "threads", "local_world_size": 2}[fact]
-        with pytest.raises((CollectiveMismatchError, CollectiveTimeoutError)) as caught:
+        with pytest.raises((errors.CollectiveMismatchError, errors.CollectiveTimeoutError)) as caught:
             init_thread(store, **{"world_size": 2, fact: different if own_rank() else usual, "timeout": 1.0})
-        return type(caught.value) is CollectiveMismatchError and fact in str(caught.value)
+        return type(caught.value) is errors.CollectiveMismatchError and fact in str(caught.value)
 
     outcome = THREADS.run(ask, size=2)
     assert outcome[0] is True
@@ -306,7 +298,7 @@ def test_ranks_that_were_started_differently_all_hear_of_it(fact):
 def start_with_checks_on_one_rank(port):
     os.environ["BAGUA_DEBUG"] = str(own_rank())
     store = connect_store(port, 10.0)
-    with pytest.raises(CollectiveMismatchError, match="different values of BAGUA_DEBUG") as caught:
+    with pytest.raises(errors.CollectiveMismatchError, match="different values of BAGUA_DEBUG") as caught:
         bagua.comm.init_process_group(store=store, rank=own_rank(), world_size=2, timeout=10)
     return caught.value.peers
 
@@ -317,7 +309,7 @@ def test_checks_on_one_rank_only_are_refused_on_all(port):
 
 def ask_for_a_backend(port, backend):
     store = connect_store(port, 10.0)
-    with pytest.raises(BaguaError) as caught:
+    with pytest.raises(errors.BaguaError) as caught:
         bagua.comm.init_process_group(backend=backend, store=store, rank=own_rank(), world_size=2, timeout=10)
     assert not bagua.comm.is_initialized()
     assert not dist.is_initialized()
@@ -329,7 +321,7 @@ def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend, port):
     if backend == "nccl" and torch.cuda.is_available():
         pytest.skip("NCCL can run here")
     for kind, named in PROCESSES.run(ask_for_a_backend, port, backend, size=2):
-        assert issubclass(kind, (TransportUnavailableError, ConfigurationError))
+        assert issubclass(kind, (errors.TransportUnavailableError, errors.ConfigurationError))
         assert named
 
 
@@ -340,7 +332,7 @@ def test_a_host_that_nobody_else_reaches_is_refused_on_all_ranks(monkeypatch):
     monkeypatch.setattr(formation, "own_address", lambda: "10.0.0.1" if own_rank() else "127.0.1.1")
 
     def start():
-        with pytest.raises(TransportUnavailableError) as caught:
+        with pytest.raises(errors.TransportUnavailableError) as caught:
             init_thread(store, 2)
         return str(caught.value)
 
@@ -360,13 +352,13 @@ def test_ranks_go_on_to_the_next_backend_together_or_not_at_all(monkeypatch, agr
     class Refusing:
         def __init__(self, store, rank, ranks, nodes, backend, *_):
             seen.append(backend)
-            error = TransportUnavailableError(f"no {backend}")
+            error = errors.TransportUnavailableError(f"no {backend}")
             error.agreed = agreed
             raise error
 
     monkeypatch.setattr(formation, "ProcessGroup", Refusing)
     planned = formation.StartupPlan((0, 0), [("hybrid", "hosts"), ("gloo", "all can")], "job")
-    with pytest.raises(TransportUnavailableError, match=f"no {tried[-1]}"):
+    with pytest.raises(errors.TransportUnavailableError, match=f"no {tried[-1]}"):
         formation.connect_first(thread_store(), 0, (0, 1), planned, 1.0)
     assert seen == tried
 
@@ -378,19 +370,21 @@ def test_a_backend_that_is_nearly_right_is_answered_with_the_right_one():
 
 def test_one_rank_needs_no_backend_but_a_name_that_there_is():
     assert bagua.comm.backend_refusal("cpu:gloo,cuda:nccl", ranks=1) is None
-    with pytest.raises(TransportUnavailableError, match=r"no backend 'carrier pigeon' here\. There are .*nccl.*bucket"):
+    with pytest.raises(
+        errors.TransportUnavailableError, match=r"no backend 'carrier pigeon' here\. There are .*nccl.*bucket"
+    ):
         bagua.comm.init_process_group(backend="carrier pigeon")
     assert not bagua.comm.is_initialized()
     bagua.comm.init_process_group()
     try:
-        with pytest.raises(TransportUnavailableError, match="no backend 'pigeon'"):
+        with pytest.raises(errors.TransportUnavailableError, match="no backend 'pigeon'"):
             bagua.comm.new_group([0], backend="pigeon")
     finally:
         bagua.comm.destroy_process_group()
 
 
 def test_an_argument_without_a_name_is_answered_with_the_names():
-    with pytest.raises(InvalidTypeError, match=r"need their names .*seen 'gloo'\)\. .*backend='gloo'"):
+    with pytest.raises(errors.InvalidTypeError, match=r"need their names .*seen 'gloo'\)\. .*backend='gloo'"):
         bagua.comm.init_process_group("gloo")
     assert not bagua.comm.is_initialized()
 
@@ -478,7 +472,7 @@ def test_nccl_connects_no_ranks_that_share_a_gpu(visible: tuple[str, str], monke
     def refused(rank: int) -> str:
         try:
             return str(ask(rank, "nccl").choices)
-        except TransportUnavailableError as error:
+        except errors.TransportUnavailableError as error:
             return error.problem
 
     for said in in_threads(2, refused):

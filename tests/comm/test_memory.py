@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from bagua import env
+from bagua import env, errors
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import copy_flat
@@ -20,13 +20,6 @@ from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import RankKilled, ThreadsTransport
-from bagua.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConcurrentUseError,
-    PeerLostError,
-)
 from tests.comm.memory_ranks import CALLS, KINDS, LARGE, agrees, run, values
 
 pytestmark = pytest.mark.threads
@@ -96,7 +89,7 @@ def test_a_collective_meets_a_message(kind: str) -> None:
             comm.allreduce(torch.zeros(2))
 
     outcomes = run(3, job, timeout_s=90.0)
-    assert [type(outcome) for outcome in outcomes] == [CollectiveMismatchError] * 3
+    assert [type(outcome) for outcome in outcomes] == [errors.CollectiveMismatchError] * 3
     assert f"#1 {kind}" in str(outcomes[1])
     assert "#1 allreduce" in str(outcomes[0])
     assert "on rank 0" in outcomes[2].seen
@@ -111,7 +104,7 @@ def test_the_notice_names_both_sides_of_uneven_counts() -> None:
     notices = [Notice(call, call.agreement(), False, 8) for call in calls]
     memory_exchange.compare((0, 1), 0, notices)
     notices[0] = notices[0]._replace(call=calls[0]._replace(send_counts=(0, 3)))
-    with pytest.raises(CollectiveMismatchError, match="rank 4 sends 3 elements to rank 6, which expects 2"):
+    with pytest.raises(errors.CollectiveMismatchError, match="rank 4 sends 3 elements to rank 6, which expects 2"):
         memory_exchange.compare((4, 6), 1, notices)
 
 
@@ -152,7 +145,7 @@ def test_a_receive_from_any_rank_ends_when_all_others_have_closed() -> None:
         if comm.rank:
             comm.close()
             return
-        with pytest.raises(PeerLostError, match="it closed its communicator"):
+        with pytest.raises(errors.PeerLostError, match="it closed its communicator"):
             comm.recv_any(torch.zeros(1))
 
     values(run(3, part, close=False))
@@ -170,7 +163,7 @@ def test_a_sender_that_dies_is_an_error_of_the_receiver(step: str) -> None:
         return comm.recv_any(torch.zeros(1), timeout=5.0)
 
     received, _ = run(2, part, fault=fault)
-    assert isinstance(received, PeerLostError) or (step == "settle" and received == 1), f"{received!r}"
+    assert isinstance(received, errors.PeerLostError) or (step == "settle" and received == 1), f"{received!r}"
 
 
 def test_receives_by_name_that_come_later_wait_for_the_message_that_is_not_theirs() -> None:
@@ -218,7 +211,7 @@ def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.Monk
         lanes = comm._transport._lanes
         with monkeypatch.context() as patch:
             patch.setattr(lanes, "submit", refuse)
-            with pytest.raises(ConcurrentUseError):
+            with pytest.raises(errors.ConcurrentUseError):
                 comm.recv_any(torch.zeros(1))
         message = torch.zeros(1)
         comm.recv(message, 1, timeout=5.0)
@@ -228,7 +221,7 @@ def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.Monk
 
 
 def refuse(*_: object) -> None:
-    raise ConcurrentUseError("in the middle of another call")
+    raise errors.ConcurrentUseError("in the middle of another call")
 
 
 # Calls of one lane: in order, and known to be over to those who wait before others are told.
@@ -277,12 +270,12 @@ def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
 
 def test_a_wait_that_is_given_up_says_so() -> None:
     lanes, never, reasons = Lanes("test"), threading.Event(), []
-    with pytest.raises(CollectiveTimeoutError):
+    with pytest.raises(errors.CollectiveTimeoutError):
         LaneHandle([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
     assert reasons == ["it gave up after a wait of 0.01 s"]
     never.set()
     assert lanes.stop(5)
-    with pytest.raises(CommunicatorClosedError):
+    with pytest.raises(errors.CommunicatorClosedError):
         lanes.submit(LANE, never.wait)
 
 
@@ -311,7 +304,7 @@ class FailingPart(LaneTask):
 @pytest.mark.parametrize("looks", range(1, 5))
 def test_a_part_that_fails_between_two_looks_is_not_taken_for_complete(looks: int) -> None:
     pending = LaneHandle([FailingPart(looks)], deadline(), lambda _: None)
-    with pytest.raises((ZeroDivisionError, CollectiveTimeoutError)):
+    with pytest.raises((ZeroDivisionError, errors.CollectiveTimeoutError)):
         pending.wait(0.0)
 
 

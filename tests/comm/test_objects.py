@@ -14,16 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bagua import errors
 from bagua.comm import composed, get_default_group
 from bagua.comm.communicator import Communicator
 from bagua.comm.objects import as_bytes, decode, encode, encode_failure
-from bagua.errors import (
-    CollectiveMismatchError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    InvalidTensorError,
-    PeerLostError,
-)
 from bagua.testing import ThreadRanks
 from tests.comm.memory_ranks import run_on_gloo, values
 
@@ -60,10 +54,10 @@ def test_an_error_between_two_messages_breaks_the_communicator(
             with pytest.raises(error, match="in the middle"):
                 work = comm.broadcast_object(None, 0, async_op=asynchronous)
                 work.wait()
-            with pytest.raises(CommunicatorClosedError, match="in the middle"):
+            with pytest.raises(errors.CommunicatorClosedError, match="in the middle"):
                 comm.broadcast(torch.zeros(3), 0)
             return comm.usable, ""
-        with pytest.raises(PeerLostError) as lost:
+        with pytest.raises(errors.PeerLostError) as lost:
             for _ in range(3):  # A sender may be done with the object before it hears of that.
                 comm.broadcast_object(["secret"] * 3, 0)
                 comm.barrier()
@@ -78,7 +72,7 @@ def test_an_error_between_two_messages_breaks_the_communicator(
 @pytest.mark.threads
 def test_an_object_that_cannot_be_read_leaves_the_communicator_as_it_is() -> None:
     def job(comm: Communicator) -> list[float]:
-        with pytest.raises(ConfigurationError if comm.rank else ZeroDivisionError):
+        with pytest.raises(errors.ConfigurationError if comm.rank else ZeroDivisionError):
             comm.broadcast_object(Poisoned(), 0, allow_pickle=not comm.rank)
             1 / 0  # noqa: B018 - rank 0 has sent it
         return comm.allreduce(torch.ones(1)) or [float(comm.usable)]
@@ -122,7 +116,7 @@ def test_what_is_no_object_is_an_error_that_names_the_sender(messages: list[torc
             for message in messages:
                 comm.send(message, 0)
             return (1,)
-        with pytest.raises(CollectiveMismatchError, match=problem) as caught:
+        with pytest.raises(errors.CollectiveMismatchError, match=problem) as caught:
             comm.recv_object(1)
         return caught.value.peers
 
@@ -181,7 +175,7 @@ def test_values_come_back_also_through_pickle(value, allowed):
     ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_safe_encoding_is_refused_by_name(value):
-    with pytest.raises(ConfigurationError, match="allow_pickle") as caught:
+    with pytest.raises(errors.ConfigurationError, match="allow_pickle") as caught:
         encode(value)
     assert caught.value.argument == "obj"
 
@@ -190,7 +184,7 @@ def test_subclasses_do_not_lose_their_type_silently():
     class Whole(int):
         pass
 
-    with pytest.raises(ConfigurationError, match="Whole"):
+    with pytest.raises(errors.ConfigurationError, match="Whole"):
         encode(Whole(3))
 
 
@@ -212,7 +206,7 @@ def test_tensors_come_back_without_their_history():
 
 
 def test_a_sparse_tensor_is_refused():
-    with pytest.raises(InvalidTensorError, match="dense"):
+    with pytest.raises(errors.InvalidTensorError, match="dense"):
         encode([torch.eye(2).to_sparse()])
 
 
@@ -223,12 +217,12 @@ def test_pickled_bytes_are_not_loaded_unless_asked_for():
 
     data = encode(0, allow_pickle=True)
     armed = torch.cat([data[: struct.calcsize("<BQ")], torch.tensor(list(pickle.dumps(Bomb())), dtype=torch.uint8)])
-    with pytest.raises(ConfigurationError, match="pickle"):
+    with pytest.raises(errors.ConfigurationError, match="pickle"):
         decode(armed)
 
 
 def test_a_failure_arrives_as_one():
-    with pytest.raises(ConfigurationError, match="no such thing"):
+    with pytest.raises(errors.ConfigurationError, match="no such thing"):
         decode(encode_failure("no such thing"))
 
 
@@ -248,11 +242,11 @@ def read(raw):
     """What ``raw`` holds; None if it is refused, as from its sender. Memory grows by what came, and little else."""
     try:
         found = decode(arrived(raw), sender=7)
-    except CollectiveMismatchError as error:
+    except errors.CollectiveMismatchError as error:
         assert error.peers == (7,)
         assert "rank 7" in str(error)
         return None
-    except ConfigurationError as error:  # It is a failure of the sender, or pickle.
+    except errors.ConfigurationError as error:  # It is a failure of the sender, or pickle.
         assert error.argument in ("obj", "allow_pickle")
         return None
     assert sum(tensor.nbytes for tensor in tensors_in(found)) <= len(raw)
@@ -304,13 +298,13 @@ def tensors_in(value):
     ids=lambda raw: repr(raw[9:45]),
 )
 def test_bytes_that_are_no_object_are_one_error_that_names_their_sender(raw):
-    with pytest.raises(CollectiveMismatchError, match="bytes of rank 7 are no object"):
+    with pytest.raises(errors.CollectiveMismatchError, match="bytes of rank 7 are no object"):
         decode(arrived(raw), sender=7)
 
 
 def test_a_failure_that_is_no_text_is_shown():
     assert read(message(b"", b"\xff\xfe", flag=2)) is None
-    with pytest.raises(ConfigurationError, match=r"\\xff"):
+    with pytest.raises(errors.ConfigurationError, match=r"\\xff"):
         decode(arrived(message(b"", b"\xff", flag=2)))
 
 
@@ -356,6 +350,6 @@ def nested(levels, *tag):
 
 def test_objects_end_at_a_depth_that_both_sides_know():
     assert decode(encode(nested(100))) == nested(100)
-    with pytest.raises(ConfigurationError, match="too deeply"):
+    with pytest.raises(errors.ConfigurationError, match="too deeply"):
         encode(nested(101))
     assert read(message(nested(101, "list"))) is None

@@ -14,17 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bagua import errors
 from bagua.comm import ReconfigureOptions, create_torch_group, torch_private
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.comm.torch_backend.creation import create_requested_group
-from bagua.errors import (
-    BaguaError,
-    CollectiveTimeoutError,
-    CommunicationError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-)
 from bagua.testing import ProcessRanks
 from tests.comm import torch_backend_ranks as ranks
 from tests.versions import needs
@@ -104,7 +97,7 @@ def test_deadlines_are_those_of_the_group(members: Members) -> None:
     members.groups[0].set_timeout(timedelta(seconds=0.3))
     members.become([0, 1])
     members.groups[0]._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.2))
-    with pytest.raises(CollectiveTimeoutError) as raised:
+    with pytest.raises(errors.CollectiveTimeoutError) as raised:
         members.groups[0].allreduce(torch.ones(1)).wait()
     assert raised.value.timeout_s == 0.2
 
@@ -119,7 +112,7 @@ def test_calls_under_way_end_and_derived_groups_are_refused(members: Members) ->
         waiting.set()
         try:
             work.wait()
-        except CommunicationError as error:
+        except errors.CommunicationError as error:
             return error
         return None
 
@@ -127,11 +120,11 @@ def test_calls_under_way_end_and_derived_groups_are_refused(members: Members) ->
         pending = pool.submit(wait, members.groups[0])
         assert waiting.wait(20)
         members.become([2, 0])
-        assert isinstance(pending.result(20), CommunicationError)
-    with pytest.raises(PeerLostError, match="reconfigured"):
+        assert isinstance(pending.result(20), errors.CommunicationError)
+    with pytest.raises(errors.PeerLostError, match="reconfigured"):
         members.groups[1].allreduce(torch.ones(1)).wait()
     for group in derived:
-        with pytest.raises(CommunicationError, match=r"reconfigured|closed"):
+        with pytest.raises(errors.CommunicationError, match=r"reconfigured|closed"):
             group.global_communicator.allreduce(torch.ones(1))
     assert members.each(whose_value, [2, 0]) == [(0, 2, 2.0, 2.0), (1, 2, 2.0, 2.0)]
 
@@ -167,9 +160,9 @@ def test_a_set_of_handles_has_an_order_too(members: Members) -> None:
 # What does not succeed. The group is then closed, and may be reconfigured again.
 
 
-def failed(group: Any, handles: Sequence[str], seconds: float = 0.5) -> BaguaError:
+def failed(group: Any, handles: Sequence[str], seconds: float = 0.5) -> errors.BaguaError:
     started = time.monotonic()
-    with pytest.raises(BaguaError) as raised:
+    with pytest.raises(errors.BaguaError) as raised:
         group.reconfigure(ReconfigureOptions(77, list(handles), timedelta(seconds=seconds)))
     assert time.monotonic() - started < seconds + 5.0  # An upper bound.
     return raised.value
@@ -177,9 +170,9 @@ def failed(group: Any, handles: Sequence[str], seconds: float = 0.5) -> BaguaErr
 
 def test_a_member_that_never_comes(members: Members) -> None:
     error = failed(members.groups[0], members.handles)
-    assert isinstance(error, CollectiveTimeoutError)
+    assert isinstance(error, errors.CollectiveTimeoutError)
     assert error.peers == (1, 2)
-    with pytest.raises(CommunicatorClosedError):
+    with pytest.raises(errors.CommunicatorClosedError):
         members.groups[0].allreduce(torch.ones(1))
     members.become([0])
     assert members.each(whose_value, [0]) == [(0, 1, 0.0, 0.0)]
@@ -188,14 +181,14 @@ def test_a_member_that_never_comes(members: Members) -> None:
 def test_a_first_member_that_is_gone(members: Members) -> None:
     members.groups[1].shutdown()
     error = failed(members.groups[0], [members.handles[1], members.handles[0]])
-    assert isinstance(error, PeerLostError)
+    assert isinstance(error, errors.PeerLostError)
     assert error.peers == (0,)
 
 
 def test_a_handle_of_another_job(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = {**json.loads(members.handles[1]), "bagua": "somebody else's"}
     error = failed(members.groups[0], [json.dumps(stale), members.handles[0]])
-    assert isinstance(error, ConfigurationError)
+    assert isinstance(error, errors.ConfigurationError)
     assert "another job" in str(error)
     monkeypatch.setenv("BAGUA_TOKEN", "another")
     assert "another job" in str(failed(members.groups[0], [members.handles[1], members.handles[0]]))
@@ -204,7 +197,7 @@ def test_a_handle_of_another_job(members: Members, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_list_of_handles_leaves_the_group_as_it_is(members: Members) -> None:
     own, other = members.handles[:2]
     for handles in (["gloo:1"], ["[]"], [other], [own, own], []):
-        assert isinstance(failed(members.groups[0], handles), ConfigurationError)
+        assert isinstance(failed(members.groups[0], handles), errors.ConfigurationError)
     assert members.each(whose_value, [0]) == [(0, 1, 0.0, 0.0)]
 
 
@@ -225,7 +218,7 @@ def test_a_group_that_waits_for_its_first_members() -> None:
     asked.enable_reconfigure = True
     group = create_requested_group(asked, None)
     assert (group.rank(), group.size()) == (1, 4)
-    with pytest.raises(CommunicatorClosedError, match="reconfigure"):
+    with pytest.raises(errors.CommunicatorClosedError, match="reconfigure"):
         group.allreduce(torch.ones(1))
     group.reconfigure(ReconfigureOptions(1, [group.get_reconfigure_handle()]))
     assert whose_value(group, 3) == (0, 1, 3.0, 3.0)

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import PrefixStore
 
 import bagua.comm
+from bagua import errors
 from bagua.comm import PhaseDeadline, group_of_seats
 from bagua.comm import torch_forms as tagged
 from bagua.comm.startup import formation as seats
@@ -28,13 +29,6 @@ from bagua.comm.store.asking import Beats, connect_beats, consult, gather_values
 from bagua.comm.store.serving import EtcdStore, connect_store, serve_store, thread_store
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import FailureFinder
-from bagua.errors import (
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    PeerLostError,
-    StoreLostError,
-)
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from tests.harness import until
@@ -69,7 +63,7 @@ def test_a_name_may_mean_another_address_elsewhere_so_all_interfaces_listen():
 
 
 def test_an_address_that_no_interface_has_is_left_to_torch():
-    with pytest.raises(ConfigurationError, match="no store can be served there"):
+    with pytest.raises(errors.ConfigurationError, match="no store can be served there"):
         bagua.comm.serve_store_at("not.a.host.invalid", 0)
 
 
@@ -120,7 +114,7 @@ def start_with_tokens(port, tokens):
         bagua.comm.get_default_group().global_communicator.barrier()
         Beats(store, rank).post_now({"world_size": 2})
         return None
-    with pytest.raises(CollectiveTimeoutError, match="with the same BAGUA_TOKEN") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match="with the same BAGUA_TOKEN") as caught:
         bagua.comm.init_process_group(**init, timeout=0.5)
     return caught.value.peers
 
@@ -192,9 +186,9 @@ GOOD = (200, b'{"header": {"cluster_id": "1"}, "responses": [{"response_range": 
 def test_what_etcd_refuses_is_asked_once(status):
     with answering((status, b"user name is empty")) as one, answering(GOOD) as two:
         store = EtcdStore([one.server_address, two.server_address], timeout_s=1.0)
-        with pytest.raises(ConfigurationError, match=f"status {status}: user name is empty"):
+        with pytest.raises(errors.ConfigurationError, match=f"status {status}: user name is empty"):
             store.check(["any"])
-        with pytest.raises(ConfigurationError, match="refuses what bagua asks of etcd"):
+        with pytest.raises(errors.ConfigurationError, match="refuses what bagua asks of etcd"):
             bagua.comm.open_store(f"etcd://127.0.0.1:{one.server_address[1]}", 1.0)
     assert (len(one.asked), len(two.asked)) == (2, 0)
 
@@ -210,7 +204,7 @@ def test_what_another_server_may_do_is_asked_there(status):
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"header": 1}'])
 def test_a_server_that_is_no_etcd_is_a_typed_error(body):
-    with answering((200, body)) as server, pytest.raises(StoreLostError, match="no server answers at etcd://"):
+    with answering((200, body)) as server, pytest.raises(errors.StoreLostError, match="no server answers at etcd://"):
         bagua.comm.open_store(f"etcd://127.0.0.1:{server.server_address[1]}", 0.2)
 
 
@@ -279,7 +273,7 @@ def host(monkeypatch):
 )
 def test_ranks_that_meet_name_the_host_that_is_stopped(host, ask):
     host.stop()
-    with pytest.raises(CollectiveTimeoutError, match="does not answer rank 1") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer rank 1") as caught:
         ask(host.store)
     assert caught.value.peers == (0,)
     assert "stopped" in caught.value.advice
@@ -288,7 +282,7 @@ def test_ranks_that_meet_name_the_host_that_is_stopped(host, ask):
 @pytest.mark.gloo
 def test_ranks_that_do_not_come_are_named_when_the_host_answers(host):
     """The questions after the deadline are answered, too: who is missing is one of them."""
-    with pytest.raises(CollectiveTimeoutError, match="1 of 2 ranks did not come") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match="1 of 2 ranks did not come") as caught:
         gather_values(host.store, "subject", 0, (0, 1), "here", 0.0)
     assert caught.value.peers == (1,)
 
@@ -296,7 +290,7 @@ def test_ranks_that_do_not_come_are_named_when_the_host_answers(host):
 @pytest.mark.gloo
 def test_ranks_go_on_when_the_host_does(host):
     host.stop()
-    with pytest.raises(CollectiveTimeoutError):
+    with pytest.raises(errors.CollectiveTimeoutError):
         gather_values(host.store, "subject", 0, (0,), "here", 0.05)
     host.go_on()
     assert gather_values(host.store, "another", 0, (0,), "here", 20.0) == ["here"]
@@ -307,11 +301,11 @@ def test_what_a_group_asks_of_its_store_ends(host):
     group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
     mail = tagged.mail_of(group.global_communicator)
     host.stop()
-    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
         group.subgroup([0])
-    with pytest.raises(CollectiveTimeoutError, match="messages with a tag"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="messages with a tag"):
         mail.find([0], 7)
-    with pytest.raises(CollectiveTimeoutError, match="messages with a tag"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="messages with a tag"):
         mail.receive(torch.zeros(1), 0, 7).wait()
     group.close()
 
@@ -320,9 +314,9 @@ def test_what_a_group_asks_of_its_store_ends(host):
 def test_a_connection_that_is_first_needed_then_is_not_waited_for(host):
     group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
     host.stop()
-    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
         tagged.mail_of(group.global_communicator)
-    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
         group.connect([0], "more", timeout_s=0.05)
     group.close()
 
@@ -335,7 +329,7 @@ def meet(store, own, look=None):
 
 
 def leave():
-    raise CommunicatorClosedError("it left")
+    raise errors.CommunicatorClosedError("it left")
 
 
 def test_who_comes_after_another_has_gone_does_not_wait_for_it():
@@ -346,15 +340,15 @@ def test_who_comes_after_another_has_gone_does_not_wait_for_it():
         if action is not None:
             action()
 
-    with pytest.raises(CommunicatorClosedError, match="it left"):
+    with pytest.raises(errors.CommunicatorClosedError, match="it left"):
         meet(store, 3, look)
-    with pytest.raises(PeerLostError, match="has gone before all were there"):
+    with pytest.raises(errors.PeerLostError, match="has gone before all were there"):
         meet(store, 5)
 
 
 def test_who_has_left_does_not_come():
     store = thread_store()
-    with pytest.raises(CommunicatorClosedError, match="it left"):
+    with pytest.raises(errors.CommunicatorClosedError, match="it left"):
         meet(store, 3, leave)
     assert not PrefixStore("epoch1", store).check(["here/0"])
 
@@ -388,7 +382,7 @@ def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeyp
     def note(*arguments):
         limits.append(arguments[5])
         if len(limits) == 3:
-            raise PeerLostError("it has gone", peers=[5])
+            raise errors.PeerLostError("it has gone", peers=[5])
         return made(*arguments)
 
     monkeypatch.setattr(seats, "ProcessGroup", note)
@@ -399,7 +393,7 @@ def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeyp
 
     connect("epoch1")
     connect("epoch2")
-    with pytest.raises(PeerLostError, match="it has gone"):
+    with pytest.raises(errors.PeerLostError, match="it has gone"):
         connect("epoch3")
     connect("epoch4")
     assert limits == [10.0, 3.0, 3.0, 10.0]

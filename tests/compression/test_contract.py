@@ -10,20 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bagua.compression
-from bagua.compression import (
-    BlockTopK,
-    Codec,
-    Identity,
-    Int2,
-    Int4,
-    Metadata,
-    MinMaxUInt8,
-    Sign,
-    TopK,
-    as_codec,
-    register,
-    registry,
-)
+from bagua import compression
 from bagua.errors import ConfigurationError, InvalidTensorError
 from tests.harness import coded
 
@@ -31,14 +18,14 @@ FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 #: Every codec with its defaults, and some with options under which other code runs.
 CODECS = [
-    *map(Codec.init, registry),
-    MinMaxUInt8(block_numel=7),
-    Sign(block_numel=16),
-    MinMaxUInt8(block_numel=512, seed=0),
-    Int4(block_numel=16),
-    Int2(block_numel=72, seed=3),
-    TopK(ratio=0.4),
-    BlockTopK(block_numel=48, kept=5, value_bits=2),
+    *map(compression.Codec.init, compression.registry),
+    compression.MinMaxUInt8(block_numel=7),
+    compression.Sign(block_numel=16),
+    compression.MinMaxUInt8(block_numel=512, seed=0),
+    compression.Int4(block_numel=16),
+    compression.Int2(block_numel=72, seed=3),
+    compression.TopK(ratio=0.4),
+    compression.BlockTopK(block_numel=48, kept=5, value_bits=2),
 ]
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -57,7 +44,7 @@ def normal(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @given(numel=LENGTHS)
 def test_the_size_is_as_estimated_and_what_comes_back_has_the_shape(codec, dtype, numel):
     tensor = normal(numel, dtype)
-    metadata = Metadata.of(tensor)
+    metadata = compression.Metadata.of(tensor)
     data = codec.compress(tensor)
     assert (data.dtype, data.shape) == (torch.uint8, (codec.compressed_bytes(metadata),))
     assert data.numel() % 8 == 0
@@ -72,7 +59,7 @@ def test_the_size_is_as_estimated_and_what_comes_back_has_the_shape(codec, dtype
 def test_every_byte_depends_on_the_tensor_alone(codec, dtype, numel):
     """Whatever was in the memory before, also in what pads a size, and whatever lies beside it."""
     tensor = normal(numel, dtype)
-    nbytes = codec.compressed_bytes(Metadata.of(tensor))
+    nbytes = codec.compressed_bytes(compression.Metadata.of(tensor))
     around = torch.full((3 * nbytes,), 255, dtype=torch.uint8)
     out = around[nbytes : 2 * nbytes]
     assert codec.compress(tensor, out=out) is out
@@ -86,7 +73,7 @@ def test_every_byte_depends_on_the_tensor_alone(codec, dtype, numel):
 @pytest.mark.parametrize("target", FLOATING, ids=str)
 def test_values_are_written_or_added_in_the_dtype_of_the_target(codec, dtype, target):
     tensor = normal(101, dtype)
-    data, metadata = codec.compress(tensor), Metadata.of(tensor)
+    data, metadata = codec.compress(tensor), compression.Metadata.of(tensor)
     values = codec.decompress(data, metadata).to(target)
     rounding = {"rtol": 0, "atol": 8 * max(torch.finfo(dtype).eps, torch.finfo(target).eps)}
     out = torch.full((101,), torch.nan, dtype=target)
@@ -133,7 +120,7 @@ def test_a_codec_prints_as_its_constructor_call_and_survives_pickle(codec):
 @codecs
 def test_tensors_that_do_not_fit_are_refused(codec):
     tensor = normal(9, torch.float32)
-    metadata, data = Metadata.of(tensor), codec.compress(tensor)
+    metadata, data = compression.Metadata.of(tensor), codec.compress(tensor)
     nbytes = len(data)
     unfit = [
         torch.empty(nbytes + 8, dtype=torch.uint8),
@@ -156,8 +143,8 @@ def test_tensors_that_do_not_fit_are_refused(codec):
 
 @codecs
 def test_dtypes_that_cannot_be_compressed_are_refused_before_anything_is_done(codec):
-    metadata = Metadata(4, torch.int64)
-    if isinstance(codec, Identity):
+    metadata = compression.Metadata(4, torch.int64)
+    if isinstance(codec, compression.Identity):
         assert codec.compressed_bytes(metadata) == 32
         return
     with pytest.raises(InvalidTensorError, match="float16 or"):
@@ -167,39 +154,39 @@ def test_dtypes_that_cannot_be_compressed_are_refused_before_anything_is_done(co
 
 
 def test_codecs_are_found_by_name():
-    assert Codec.init("sign", block_numel=64) == Sign(block_numel=64)
-    assert as_codec("int4") == Int4()
-    assert as_codec(Int4()) == Int4()
-    assert as_codec(None) is None
+    assert compression.Codec.init("sign", block_numel=64) == compression.Sign(block_numel=64)
+    assert compression.as_codec("int4") == compression.Int4()
+    assert compression.as_codec(compression.Int4()) == compression.Int4()
+    assert compression.as_codec(None) is None
     with pytest.raises(ConfigurationError, match="the name of one"):
-        as_codec(4)
+        compression.as_codec(4)
     with pytest.raises(ConfigurationError, match="minmax_uint8"):
-        Codec.init("nothing")
+        compression.Codec.init("nothing")
     with pytest.raises(TypeError, match="block_numel"):
-        Codec.init("sign", block=64)
+        compression.Codec.init("sign", block=64)
     with pytest.raises(ConfigurationError, match="another codec"):
-        register("sign", TopK)
-    register("sign", Sign)
+        compression.register("sign", compression.TopK)
+    compression.register("sign", compression.Sign)
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (MinMaxUInt8, {"block_numel": 0}),
-        (MinMaxUInt8, {"block_numel": 2.0}),
-        (Sign, {"block_numel": 12}),
-        (Sign, {"block_numel": -8}),
-        (TopK, {"ratio": 0}),
-        (TopK, {"ratio": 1.5}),
-        (TopK, {"ratio": float("nan")}),
-        (TopK, {"ratio": "1"}),
-        (Int4, {"block_numel": 12}),
-        (Int4, {"seed": 0.5}),
-        (MinMaxUInt8, {"seed": "yes"}),
-        (BlockTopK, {"block_numel": 100}),
-        (BlockTopK, {"kept": 0}),
-        (BlockTopK, {"kept": 5000}),
-        (BlockTopK, {"value_bits": 4}),
+        (compression.MinMaxUInt8, {"block_numel": 0}),
+        (compression.MinMaxUInt8, {"block_numel": 2.0}),
+        (compression.Sign, {"block_numel": 12}),
+        (compression.Sign, {"block_numel": -8}),
+        (compression.TopK, {"ratio": 0}),
+        (compression.TopK, {"ratio": 1.5}),
+        (compression.TopK, {"ratio": float("nan")}),
+        (compression.TopK, {"ratio": "1"}),
+        (compression.Int4, {"block_numel": 12}),
+        (compression.Int4, {"seed": 0.5}),
+        (compression.MinMaxUInt8, {"seed": "yes"}),
+        (compression.BlockTopK, {"block_numel": 100}),
+        (compression.BlockTopK, {"kept": 0}),
+        (compression.BlockTopK, {"kept": 5000}),
+        (compression.BlockTopK, {"value_bits": 4}),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_construction(kind, options):

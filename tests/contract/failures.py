@@ -13,14 +13,8 @@ import pytest
 import torch
 
 import bagua.comm
+from bagua import errors
 from bagua.comm import Communicator, ReduceOp
-from bagua.errors import (
-    BaguaError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConcurrentUseError,
-    PeerLostError,
-)
 from bagua.testing.ranks import die, fall_silent
 from tests.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 from tests.harness import until
@@ -44,7 +38,7 @@ NEEDS_SOME = ("broadcast", "reduce", "gather", "scatter", "sendrecv", "send_and_
 class Caught(NamedTuple):
     """An error and how long it took to come."""
 
-    error: BaguaError
+    error: errors.BaguaError
     seconds: float
 
 
@@ -54,7 +48,7 @@ def caught(call: Callable[[], Any]) -> Caught:
     try:
         call()
         learn_from_the_device()
-    except BaguaError as error:
+    except errors.BaguaError as error:
         return Caught(error, time.monotonic() - started)
     raise AssertionError("no error was raised")
 
@@ -120,7 +114,7 @@ def lose_a_rank_asynchronously(deadline_s: float) -> None:
     work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True, timeout=deadline_s)
     until(work.is_completed, PATIENT_S)
     error = work.exception()
-    assert isinstance(error, (PeerLostError, CollectiveTimeoutError)), f"{error!r}"
+    assert isinstance(error, (errors.PeerLostError, errors.CollectiveTimeoutError)), f"{error!r}"
     for attempt in (work.wait, work.result):
         assert caught(attempt).error is error, "a work raises its error each time"
     future = work.get_future()
@@ -174,7 +168,7 @@ def come_just_in_time() -> None:
         perform(kind, comm, CallSetting(options={"timeout": PATIENT_S}))
 
 
-def time_out_with_facts(deadline_s: float) -> BaguaError:
+def time_out_with_facts(deadline_s: float) -> errors.BaguaError:
     comm = communicator()
     for kind in ("broadcast", "barrier", "allreduce"):
         perform(kind, comm, CallSetting())
@@ -208,7 +202,7 @@ def abort_from_thread() -> Caught:
     result = without_the_culprit(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=PATIENT_S))
     comm.abort("once more")
     assert not comm.usable
-    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
     return result
 
 
@@ -225,7 +219,7 @@ def use_from_two_threads() -> None:
         time.sleep(0.1)
         for refused in (comm.barrier, lambda: comm.allreduce(flag)):
             error = caught(refused).error
-            assert isinstance(error, ConcurrentUseError)
+            assert isinstance(error, errors.ConcurrentUseError)
             assert "duplicate()" in str(error)
         signals.send(flag, 1)
         waiting.join(SOON_S)
@@ -249,8 +243,8 @@ def close_twice() -> None:
         if kind == "send_and_recv" and comm.size == 1:
             continue  # a line of one rank has no messages
         error = caught(partial(EXERCISES[kind], comm, CallSetting())).error
-        assert isinstance(error, CommunicatorClosedError), f"{kind} on a closed communicator: {error!r}"
-    assert isinstance(caught(lambda: comm.broadcast_object(1)).error, CommunicatorClosedError)
+        assert isinstance(error, errors.CommunicatorClosedError), f"{kind} on a closed communicator: {error!r}"
+    assert isinstance(caught(lambda: comm.broadcast_object(1)).error, errors.CommunicatorClosedError)
     comm.abort("after the end")
     perform("allreduce", communicator(), CallSetting())
 
@@ -260,7 +254,7 @@ def break_one_of_two() -> None:
     perform("allreduce", comm, CallSetting())
     communicator().barrier()
     comm.abort("to see what happens to the other")
-    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
     perform("allreduce", communicator(), CallSetting())
     comm.close()
 
@@ -299,7 +293,7 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def disagree(disagreement: str) -> tuple[BaguaError, str]:
+def disagree(disagreement: str) -> tuple[errors.BaguaError, str]:
     comm = communicator()
     perform("allreduce", comm, CallSetting())
     call, name, tensor = other_call(comm, disagreement)
@@ -307,11 +301,11 @@ def disagree(disagreement: str) -> tuple[BaguaError, str]:
     assert bool((tensor == 3.0).all()), "ranks that disagree got a result"
     assert seconds < SOON_S, f"it took {seconds:.1f} s to see that ranks disagree"
     assert not comm.usable
-    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
     return error, name
 
 
-def disagree_in_pairs(way: str, deadline_s: float) -> BaguaError | None:
+def disagree_in_pairs(way: str, deadline_s: float) -> errors.BaguaError | None:
     """Rank 0 and the culprit want different things of each other; the others may notice."""
     comm = communicator()
     perform("allreduce", comm, CallSetting())

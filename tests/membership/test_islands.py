@@ -12,19 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bagua import errors
 from bagua.algorithms import Algorithm, Difference, Every, Exchange, Mean, Outer, OuterStep
 from bagua.comm import group_of_seats
 from bagua.comm.transports.threads import inject_fault
 from bagua.compression import Float16
-from bagua.errors import (
-    CollectiveMismatchError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    LeftOutError,
-    StoreLostError,
-    TooFewMembersError,
-    TransportUnavailableError,
-)
 from bagua.membership import island as island_module
 from bagua.membership import participant
 from bagua.parallel import with_bagua
@@ -122,7 +114,7 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
 
     ends = train_all(3, before=stop)
     (error,) = [end for end in ends if isinstance(end, BaseException)]
-    assert isinstance(error, LeftOutError)
+    assert isinstance(error, errors.LeftOutError)
     assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
     assert check_rows("diloco", survivors(ends)) == [(0, 1, 2), (0, 2), (0, 2)]
 
@@ -132,7 +124,7 @@ def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
     over, inside, store = threading.Event(), threading.Event(), new_store()
 
     def island():
-        with contextlib.suppress(LeftOutError), joined(store, 3) as islands:
+        with contextlib.suppress(errors.LeftOutError), joined(store, 3) as islands:
             model = wrapped(islands, "diloco")
             (optimizer,) = model.bagua_optimizers
 
@@ -227,7 +219,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
             left.set()
 
         threading.Thread(target=leave, daemon=True).start()
-        with pytest.raises(CommunicatorClosedError, match="has left its islands"):
+        with pytest.raises(errors.CommunicatorClosedError, match="has left its islands"):
             train(islands, model, PERIOD)
 
     assert among(2, island) == [None, None]
@@ -251,7 +243,7 @@ def test_signs_of_life_go_on_after_an_error():
 def test_a_store_that_is_gone_when_members_meet_is_a_typed_error():
     store = Unsteady()
     store.on.clear()
-    with pytest.raises(TransportUnavailableError, match="nobody is there"):
+    with pytest.raises(errors.TransportUnavailableError, match="nobody is there"):
         group_of_seats(store, [3, 5], 3, "epoch2", backend="gloo", timeout_s=5.0, meet_s=1.0)
 
 
@@ -263,7 +255,7 @@ def test_a_minority_stops_and_names_whom_it_misses():
 
     ends = train_all(2, periods=1, before=vanish_at_once, minimum=None)
     error = next(end for end in ends if not isinstance(end, RankDiedError))
-    assert isinstance(error, TooFewMembersError)
+    assert isinstance(error, errors.TooFewMembersError)
     assert error.peers == (1,)
     assert "seat 0 are not more than half of seats 0, 1" in str(error)
 
@@ -272,7 +264,10 @@ def test_a_run_that_is_over_takes_no_newcomer():
     store = new_store()
     with joined(store, 1) as islands:
         train(islands, wrapped(islands, "diloco"), PERIOD)
-    with joined(store, 1) as late, pytest.raises(TooFewMembersError, match="the run is over: all members of epoch 1"):
+    with (
+        joined(store, 1) as late,
+        pytest.raises(errors.TooFewMembersError, match="the run is over: all members of epoch 1"),
+    ):
         wrapped(late, "diloco")
     with joined(store, 1, name="another run") as islands:
         assert train(islands, wrapped(islands, "diloco"), PERIOD)[0].contributed == (0,)
@@ -284,7 +279,7 @@ def test_another_run_is_refused_with_both_sides_named(monkeypatch):
         with monkeypatch.context() as there:
             there.setattr(island_module, "this_process", lambda: "head, process 7")
             first.enter_context(joined(store, 1))
-        with pytest.raises(CollectiveMismatchError) as caught, joined(store, 2):
+        with pytest.raises(errors.CollectiveMismatchError) as caught, joined(store, 2):
             pass
     assert " than head, process 7, which came first; " in caught.value.problem
     assert "this rank has size=2, others have size=1" in str(caught.value)
@@ -294,7 +289,7 @@ def test_another_model_is_refused_with_both_sides_named():
     store = new_store()
     with joined(store, 1) as first, joined(store, 1) as second:
         wrapped(first, "diloco")
-        with pytest.raises(CollectiveMismatchError) as caught:
+        with pytest.raises(errors.CollectiveMismatchError) as caught:
             wrapped(second, Algorithm.init("diloco", sync_every=9))
     assert "sync_every=9" in caught.value.expected
     assert "sync_every=2" in caught.value.seen
@@ -303,7 +298,7 @@ def test_another_model_is_refused_with_both_sides_named():
 def test_islands_train_one_model():
     with joined(new_store(), 1) as islands:
         wrapped(islands, "diloco")
-        with pytest.raises(ConfigurationError, match="train another model already"):
+        with pytest.raises(errors.ConfigurationError, match="train another model already"):
             wrapped(islands, "diloco")
 
 
@@ -331,12 +326,12 @@ def outer_with(reducer, *, hierarchical=False):
     ids=repr,
 )
 def test_what_cannot_run_between_islands_is_refused(algorithm, why):
-    with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=why):
+    with joined(new_store(), 1) as islands, pytest.raises(errors.ConfigurationError, match=why):
         wrapped(islands, algorithm)
 
 
 def test_something_else_than_islands_is_refused():
-    with pytest.raises(ConfigurationError, match="argument between"):
+    with pytest.raises(errors.ConfigurationError, match="argument between"):
         wrapped(type("Fake", (), {"seat": 0, "place": (0, 1)})(), "diloco")
 
 
@@ -353,7 +348,7 @@ def test_changes_are_told():
 def test_a_model_that_trains_between_islands_is_not_switched():
     with joined(new_store(), 1) as islands:
         model = wrapped(islands, "diloco")
-        with pytest.raises(ConfigurationError, match="this model trains between islands"):
+        with pytest.raises(errors.ConfigurationError, match="this model trains between islands"):
             with_bagua(model, [], "local_sgd")
         assert train(islands, model, PERIOD)[0].contributed == (0,)
 
@@ -363,7 +358,7 @@ def test_a_model_that_could_not_come_in_is_as_it_was():
     with joined(store, 2, timeout_s=0.05) as islands:
         model = new_model(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(TooFewMembersError):
+        with pytest.raises(errors.TooFewMembersError):
             with_bagua(model, optimizer, "diloco", between=islands)
     assert type(model) is torch.nn.Linear
     model(torch.ones(1, 3)).sum().backward()
@@ -397,7 +392,7 @@ def test_without_the_store_nobody_is_replaced_until_it_is_back(returns):
     if returns:
         assert check_rows("diloco", [end]) == [(0, 1), (0,), (0,)]
     else:
-        assert isinstance(end, StoreLostError)
+        assert isinstance(end, errors.StoreLostError)
         assert "the store does not answer: nobody is there" in str(end)
 
 
@@ -521,7 +516,7 @@ def test_members_that_are_not_at_one_point_mix_nothing():
         model = wrapped(islands, "local_sgd")
         train(islands, model, 1)
         before = model.weight.detach().clone()
-        with pytest.raises(CollectiveMismatchError, match="islands exchange different things") as caught:
+        with pytest.raises(errors.CollectiveMismatchError, match="islands exchange different things") as caught:
             model.bagua_finish() if islands.seat == 0 else train(islands, model, 2)
         assert caught.value.peers == (1 - islands.seat,)
         assert islands.seat == 1 or torch.equal(before, model.weight)

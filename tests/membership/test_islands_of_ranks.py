@@ -7,16 +7,10 @@ import threading
 import pytest
 
 import bagua.torch_api as bagua
+from bagua import errors
 from bagua.algorithms import Algorithm
 from bagua.comm import get_default_group, get_rank, inject_fault, solo_group
 from bagua.compression import Float16
-from bagua.errors import (
-    CollectiveMismatchError,
-    ConfigurationError,
-    PeerLostError,
-    StoreLostError,
-    TooFewMembersError,
-)
 from bagua.membership.counterparts import Receiver
 from bagua.membership.island import Island
 from bagua.membership.participant import Participant
@@ -85,7 +79,7 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
     for ends in ends_of_each_fault(train_ranks_to_a_fault, skipped=1 / 3, most=12):
         rows = [end for end in ends if isinstance(end, list)]
         assert len(rows) == 2, ends
-        assert sum(isinstance(end, PeerLostError) for end in ends) == 1, ends
+        assert sum(isinstance(end, errors.PeerLostError) for end in ends) == 1, ends
         crowds = check_rows("local_sgd", rows, RANKS)
         assert (crowds[0], crowds[-1]) == ((0, 1), (0,))
         seen.add(tuple(crowds))
@@ -102,7 +96,7 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
             return pass_barrier(self)
         fall_silent(second[0])
         until(lambda: self._state.has_left)
-        raise PeerLostError("the other island ended the call")
+        raise errors.PeerLostError("the other island ended the call")
 
     def stop_late(self, *arguments, **options):
         stop(self, *arguments, **options)
@@ -118,7 +112,7 @@ def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatc
 
     others, lost = sorted(among_ranks(2, rank), key=lambda rows: not isinstance(rows[0], list))
     assert all(isinstance(row, list) for row in others), others
-    assert isinstance(lost[0], PeerLostError), lost
+    assert isinstance(lost[0], errors.PeerLostError), lost
     assert lost[0].problem == "rank 1 of this island is lost: it was silent, as the test wants it"
 
 
@@ -131,7 +125,7 @@ def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
     def receive_or_fail(*arguments):
         receive(*arguments)
         if newcomers and get_rank() == 1 and next(failures, False):
-            raise PeerLostError("the state did not arrive", peers=[0])
+            raise errors.PeerLostError("the state did not arrive", peers=[0])
 
     monkeypatch.setattr(Receiver, "receive", receive_or_fail)
 
@@ -167,8 +161,8 @@ def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
             wrapped(islands)
 
     ((first, second),) = run_islands(1, rank)
-    assert isinstance(first, TooFewMembersError)
-    assert isinstance(second, TooFewMembersError)
+    assert isinstance(first, errors.TooFewMembersError)
+    assert isinstance(second, errors.TooFewMembersError)
     assert first.problem == second.problem == "1 of 2 that begin are here"
     assert first.advice == second.advice
 
@@ -181,14 +175,14 @@ def test_the_first_rank_does_not_leave_before_all_have_heard_why():
         if island.leads:
             meet = island._meet
             island._meet = lambda: (leaves.set(), meet())
-            with pytest.raises(StoreLostError), island.leading():
-                raise StoreLostError("the store does not answer")
+            with pytest.raises(errors.StoreLostError), island.leading():
+                raise errors.StoreLostError("the store does not answer")
             assert heard.is_set()
             island.abort("it left")
             return
         hear = island._heard
         island._heard = lambda: (hear(), leaves.wait(60), heard.set())[0]
-        with pytest.raises(StoreLostError):
+        with pytest.raises(errors.StoreLostError):
             island.follow()
 
     ThreadRanks(2).run(rank)
@@ -204,7 +198,7 @@ def test_an_error_on_one_rank_ends_the_island():
 
     ((first, second),) = among_ranks(1, rank)
     assert isinstance(second, ValueError)
-    assert isinstance(first, PeerLostError)
+    assert isinstance(first, errors.PeerLostError)
 
 
 def test_ranks_of_an_island_that_join_differently_are_refused(where):
@@ -212,7 +206,7 @@ def test_ranks_of_an_island_that_join_differently_are_refused(where):
         bagua.join_islands(where, name=f"run of rank {get_rank()}", timeout=20)
 
     for error, theirs in zip(run_islands(1, rank)[0], (1, 0), strict=True):
-        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(error, errors.CollectiveMismatchError)
         assert error.seen == f"name=run of rank {theirs}"
 
 
@@ -220,7 +214,7 @@ def test_ranks_of_an_island_that_deal_out_other_samples_are_refused():
     def job(islands):
         if get_rank() == 0:
             bagua.ElasticSampler(range(8), islands)
-        with pytest.raises(CollectiveMismatchError, match="do not deal out the same samples") as raised:
+        with pytest.raises(errors.CollectiveMismatchError, match="do not deal out the same samples") as raised:
             wrapped(islands)
         return raised.value.peers
 
@@ -232,8 +226,8 @@ def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all(where):
         bagua.join_islands("tcp://127.0.0.1:1" if get_rank() else where, timeout=0.5)
 
     first, second = run_islands(1, rank)[0]
-    assert isinstance(first, StoreLostError)
-    assert isinstance(second, StoreLostError)
+    assert isinstance(first, errors.StoreLostError)
+    assert isinstance(second, errors.StoreLostError)
     assert "rank 1 of this island: no store answers at tcp://127.0.0.1:1" in str(first)
 
 
@@ -241,14 +235,14 @@ def test_an_island_trains_with_the_ranks_that_joined(where):
     def rank(_):
         with bagua.join_islands(where) as islands:
             assert islands.ranks == (0, 1)
-            with pytest.raises(ConfigurationError, match="the ranks of this island are those that joined"):
+            with pytest.raises(errors.ConfigurationError, match="the ranks of this island are those that joined"):
                 with_bagua(new_model(0), [], "diloco", solo_group(), between=islands)
 
     assert run_islands(1, rank) == [[None, None]]
     with joined(new_store(), 1) as alone:
 
         def late(_):
-            with pytest.raises(ConfigurationError, match=f"a group of rank {get_rank()}"):
+            with pytest.raises(errors.ConfigurationError, match=f"a group of rank {get_rank()}"):
                 with_bagua(new_model(0), [], "diloco", between=alone)
 
         run_islands(1, late)

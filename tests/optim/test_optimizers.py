@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from bagua import optim
 from bagua.errors import ConfigurationError
-from bagua.optim import (
-    AccumAdam,
-    AccumAdamW,
-    QAdamOptimizer,
-    lr_scheduler_fn_cosine_with_warmup,
-    optim_fn_accum_adam,
-    optim_fn_accum_adamw,
-    optim_fn_adam,
-    optim_fn_adamw,
-    qadam,
-)
 from tests.harness import assert_close, loss_of, mlp, snapshot, train_steps
 
 LR, BETA1, BETA2, EPS = 0.1, 0.8, 0.9, 1e-8
@@ -72,22 +62,22 @@ def trained(optimizer: torch.optim.Optimizer, held: list[nn.Parameter], steps: r
 
 
 @pytest.mark.parametrize("period", [1, 3, 4])
-@pytest.mark.parametrize("kind", [AccumAdam, AccumAdamW])
+@pytest.mark.parametrize("kind", [optim.AccumAdam, optim.AccumAdamW])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_the_published_update(kind, period, decay):
     held = parameters()
     optimizer = kind(held, LR, (BETA1, BETA2), EPS, decay, period)
-    expected = by_formula(10, period, decay, kind is AccumAdamW)
+    expected = by_formula(10, period, decay, kind is optim.AccumAdamW)
     for found, wanted in zip(trained(optimizer, held, range(10)), expected, strict=True):
         assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_it_goes_on_where_its_state_was_taken():
     held = parameters()
-    optimizer = AccumAdam(held, LR, accum_iter=4)
+    optimizer = optim.AccumAdam(held, LR, accum_iter=4)
     trained(optimizer, held, range(5))  # in the middle of a period
     others = [nn.Parameter(parameter.detach().clone()) for parameter in held]
-    again = AccumAdam(others, LR, accum_iter=4)
+    again = optim.AccumAdam(others, LR, accum_iter=4)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for one, other in zip(trained(optimizer, held, range(5, 10)), trained(again, others, range(5, 10)), strict=True):
         assert torch.equal(one, other)
@@ -95,21 +85,23 @@ def test_it_goes_on_where_its_state_was_taken():
 
 def test_parameters_that_skip_steps_have_periods_of_their_own():
     held = parameters()
-    optimizer = AccumAdam(held, LR, (BETA1, BETA2), EPS, 0.0, 2)
+    optimizer = optim.AccumAdam(held, LR, (BETA1, BETA2), EPS, 0.0, 2)
     for step in range(6):
         held[0].grad = gradients(step)[0]
         held[1].grad = gradients(step)[1] if step >= 3 else None
         optimizer.step()
     assert [int(optimizer.state[parameter]["step"]) for parameter in held] == [6, 3]
     alone = parameters()
-    late = AccumAdam(alone, LR, (BETA1, BETA2), EPS, 0.0, 2)
+    late = optim.AccumAdam(alone, LR, (BETA1, BETA2), EPS, 0.0, 2)
     for step in range(3, 6):
         alone[1].grad = gradients(step)[1]
         late.step()
     assert torch.equal(alone[1], held[1])
 
 
-@pytest.mark.parametrize("make", [optim_fn_adam, optim_fn_adamw, optim_fn_accum_adam, optim_fn_accum_adamw])
+@pytest.mark.parametrize(
+    "make", [optim.optim_fn_adam, optim.optim_fn_adamw, optim.optim_fn_accum_adam, optim.optim_fn_accum_adamw]
+)
 def test_weight_decay_is_for_matrices(make):
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(3, 2))
     named = list(model.named_parameters())
@@ -122,7 +114,7 @@ def test_weight_decay_is_for_matrices(make):
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
-@pytest.mark.parametrize("make", [optim_fn_adam, optim_fn_accum_adamw])
+@pytest.mark.parametrize("make", [optim.optim_fn_adam, optim.optim_fn_accum_adamw])
 def test_a_bucket_of_biases_only(make):
     bias = nn.Parameter(torch.ones(3))
     optimizer = make([("bias", bias)])
@@ -131,7 +123,7 @@ def test_a_bucket_of_biases_only(make):
     assert bool((bias < 1).all())
 
 
-@pytest.mark.parametrize("kind", [AccumAdam, QAdamOptimizer])
+@pytest.mark.parametrize("kind", [optim.AccumAdam, optim.QAdamOptimizer])
 def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(kind):
     first, second = parameters()
     optimizer = kind([first, second])
@@ -145,7 +137,9 @@ def test_gradients_that_cannot_be_used_are_refused_before_anything_changes(kind)
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # Old versions of torch pass it themselves.
 def test_the_schedule_rises_and_falls():
     optimizer = torch.optim.SGD(parameters(), lr=2.0)
-    schedule = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=10, t_warmup=4, cosine_eta_min=0.5, warmup_decay=0.1)
+    schedule = optim.lr_scheduler_fn_cosine_with_warmup(
+        optimizer, t_max=10, t_warmup=4, cosine_eta_min=0.5, warmup_decay=0.1
+    )
     rates = []
     for _ in range(15):
         rates.append(schedule.get_last_lr()[0])
@@ -160,7 +154,7 @@ def test_the_schedule_rises_and_falls():
 
 def test_a_schedule_without_a_rise():
     optimizer = torch.optim.SGD(parameters(), lr=2.0)
-    schedule = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=10, t_warmup=0)
+    schedule = optim.lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=10, t_warmup=0)
     assert schedule.get_last_lr() == [2.0]
 
 
@@ -191,16 +185,16 @@ def test_after_the_warm_up_the_second_moment_and_its_correction_are_frozen_and_w
     warmup, beta2, eps, decay
 ):
     model = mlp()
-    optimizer = QAdamOptimizer(
+    optimizer = optim.QAdamOptimizer(
         model.parameters(), lr=0.01, warmup_steps=warmup, betas=(0.8, beta2), eps=eps, weight_decay=decay
     )
     train_steps(model, optimizer, 0, range(12))
     assert_close(snapshot(model), formula(12, warmup, 0.01, 0.8, beta2, eps, decay))
 
 
-def _after_warm_up() -> tuple[torch.nn.Parameter, QAdamOptimizer]:
+def _after_warm_up() -> tuple[torch.nn.Parameter, optim.QAdamOptimizer]:
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = QAdamOptimizer([weight], lr=0.1, warmup_steps=1)
+    optimizer = optim.QAdamOptimizer([weight], lr=0.1, warmup_steps=1)
     for _ in range(2):
         weight.grad = torch.arange(1.0, 5.0)
         optimizer.step()
@@ -209,7 +203,7 @@ def _after_warm_up() -> tuple[torch.nn.Parameter, QAdamOptimizer]:
 
 def test_a_frozen_denominator_is_made_once(monkeypatch):
     weight, optimizer = _after_warm_up()
-    monkeypatch.setattr(qadam, "denominators", None)
+    monkeypatch.setattr(optim.qadam, "denominators", None)
     before = weight.detach().clone()
     optimizer.step()
     assert not torch.equal(weight, before)
@@ -244,7 +238,7 @@ def test_a_frozen_denominator_follows_what_it_was_made_of(change):
 
 def test_parameters_without_a_gradient_rest_and_count_for_themselves():
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = QAdamOptimizer([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, warmup_steps=2)
+    optimizer = optim.QAdamOptimizer([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, warmup_steps=2)
     for step in range(4):
         first.grad = torch.ones(2)
         second.grad = torch.ones(2) if step == 3 else None
@@ -255,7 +249,7 @@ def test_parameters_without_a_gradient_rest_and_count_for_themselves():
 
 def test_a_closure_is_called_with_gradients_enabled():
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = QAdamOptimizer([weight], lr=0.1)
+    optimizer = optim.QAdamOptimizer([weight], lr=0.1)
 
     def closure() -> torch.Tensor:
         loss = weight.square().sum()
@@ -269,7 +263,7 @@ def test_a_closure_is_called_with_gradients_enabled():
 def with_gradients(gradients: list[list[float]], warmup: int, **options: float) -> list[torch.Tensor]:
     """How far each step moves a weight that gets these gradients, divided by the learning rate."""
     weight = torch.nn.Parameter(torch.zeros(len(gradients[0])))
-    optimizer = QAdamOptimizer([weight], lr=1.0, warmup_steps=warmup, **options)
+    optimizer = optim.QAdamOptimizer([weight], lr=1.0, warmup_steps=warmup, **options)
     moves = []
     for gradient in gradients:
         before = weight.detach().clone()
@@ -303,12 +297,12 @@ def test_a_tensor_that_wakes_up_after_the_warm_up_takes_its_first_gradient_as_th
 
 def test_a_tensor_that_sleeps_is_known_to_a_checkpoint():
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = QAdamOptimizer([weight], lr=1.0, warmup_steps=2)
+    optimizer = optim.QAdamOptimizer([weight], lr=1.0, warmup_steps=2)
     for _ in range(3):
         weight.grad = torch.zeros(2)
         optimizer.step()
     other = torch.nn.Parameter(torch.zeros(2))
-    resumed = QAdamOptimizer([other], lr=1.0, warmup_steps=2)
+    resumed = optim.QAdamOptimizer([other], lr=1.0, warmup_steps=2)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other.grad = torch.tensor([1.0, -1.0])
     resumed.step()
@@ -318,7 +312,7 @@ def test_a_tensor_that_sleeps_is_known_to_a_checkpoint():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_and_empty_parameters_are_frozen_alike(dtype):
     weights = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (4, 0)]
-    optimizer = QAdamOptimizer(weights, lr=0.1, warmup_steps=2)
+    optimizer = optim.QAdamOptimizer(weights, lr=0.1, warmup_steps=2)
     for step in range(4):
         weights[0].grad = torch.tensor([1.0, 1.0, 1.0, 0.0 if step < 2 else 1.0], dtype=dtype)
         weights[1].grad = torch.zeros(0, dtype=dtype)

@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua.comm
-from bagua import env, testing, topology
-from bagua.errors import (
-    BaguaError,
-    CollectiveMismatchError,
-    CommunicationError,
-    ConfigurationError,
-    PeerLostError,
-)
+from bagua import env, errors, testing, topology
 from bagua.optim import optim_fn_accum_adamw, optim_fn_adamw
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.decentralized.wrapper import nodes_for
@@ -265,7 +258,7 @@ def test_an_overflow_on_one_rank_skips_its_update_and_nothing_else(thread_ranks)
 )
 @on_ranks(2)
 def test_topologies_that_do_not_fit(options, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(errors.ConfigurationError, match=message):
         wrap(**options)
 
 
@@ -288,7 +281,7 @@ def drops_biases(named):
 @on_ranks(2)
 def test_functions_that_make_something_else(options, message):
     model = wrap(**options)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(errors.ConfigurationError, match=message):
         train(model, [0])
 
 
@@ -309,7 +302,7 @@ ONE_OR_ANOTHER = MadeTopology(lambda *_: topology.Complete().matrix(2) if bagua.
 def test_what_differs_between_ranks(of_all, of_rank_1, message):
     options = {**of_all, **(of_rank_1 if bagua.comm.get_rank() else {})}
     model = options.pop("make", mlp)()
-    with pytest.raises(CollectiveMismatchError, match=message):
+    with pytest.raises(errors.CollectiveMismatchError, match=message):
         DecentralizedDataParallel(model, momentum, **options)
 
 
@@ -321,7 +314,7 @@ def test_orders_that_differ():
 
     two_ways = Made(forward, **dict.fromkeys(("left", "right"), lambda: nn.Linear(8, 8)))
     model = DecentralizedDataParallel(two_ways, momentum)
-    with pytest.raises(CollectiveMismatchError, match=r"another order.*right\..*left\."):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"another order.*right\..*left\."):
         model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
 
 
@@ -344,9 +337,9 @@ def test_an_error_in_an_optimizer_ends_every_rank(at_step):
     rank = bagua.comm.get_rank()
     model = wrap(optim_fn=lambda named: Fails([parameter for _, parameter in named], lr=0.1))
     train(model, range(at_step))
-    with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+    with pytest.raises(OptimizerError if rank == 1 else errors.CommunicationError):
         train(model, range(at_step, at_step + 3))
-    with pytest.raises(BaguaError):
+    with pytest.raises(errors.BaguaError):
         train(model, [9])
 
 
@@ -359,9 +352,9 @@ def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank():
 
     rank = bagua.comm.get_rank()
     model = wrap(optim_fn=make)
-    with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+    with pytest.raises(OptimizerError if rank == 1 else errors.CommunicationError):
         train(model, range(2))
-    with pytest.raises(BaguaError):
+    with pytest.raises(errors.BaguaError):
         loss_of(model, rank, 3).backward()
 
 
@@ -375,7 +368,7 @@ def test_errors_in_an_edge_of_several_ranks_end_all_of_it():
     if rank == 5:
         model.reducer.give_up("a test")
     elif rank in (3, 4):
-        with pytest.raises(CommunicationError):
+        with pytest.raises(errors.CommunicationError):
             train(model, range(2, 4))
 
 
@@ -415,7 +408,7 @@ def lose_a_peer() -> str:
             testing.die()
         for step in range(2, 6):
             loss_of(model, rank, step).backward()
-    except PeerLostError as error:
+    except errors.PeerLostError as error:
         found = type(error).__name__
     for parameter in model.parameters():
         assert torch.isfinite(parameter).all()
@@ -423,7 +416,7 @@ def lose_a_peer() -> str:
     assert torch.isfinite(loss), "the weights of this rank can be used and saved"
     assert list(model.state_dict()) == list(model.module.state_dict())
     assert model.optimizer_state_dict()["buckets"]
-    with pytest.raises(BaguaError):
+    with pytest.raises(errors.BaguaError):
         loss_of(model, rank, 7)
     return found
 
@@ -541,7 +534,7 @@ def test_float_buffers_are_averaged_on_request(thread_ranks, average_buffers):
 def test_training_inside_the_block_is_refused_at_its_end():
     model = wrap()
     train(model, range(2))
-    with pytest.raises(ConfigurationError, match="trained on"), model.global_avg():
+    with pytest.raises(errors.ConfigurationError, match="trained on"), model.global_avg():
         train(model, [2])
 
 
@@ -613,9 +606,9 @@ def test_state_of_other_parameters_or_another_topology_is_refused():
     train(model, range(2))
     state = model.optimizer_state_dict()
     state["parameters"]["elsewhere.weight"] = {}
-    with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
+    with pytest.raises(errors.ConfigurationError, match=r"elsewhere\.weight"):
         model.load_optimizer_state_dict(state)
-    with pytest.raises(ConfigurationError, match="another topology"):
+    with pytest.raises(errors.ConfigurationError, match="another topology"):
         wrap(topology="complete").bagua_load_state_dict(model.bagua_state_dict())
 
 
@@ -709,7 +702,7 @@ def test_odd_models():
 def test_unused_parameters_are_named_or_count_as_zero():
     model = odd()
     model.module.uses_spare = False
-    with pytest.raises(ConfigurationError, match=r"spare\.weight, spare\.bias"):
+    with pytest.raises(errors.ConfigurationError, match=r"spare\.weight, spare\.bias"):
         model(IMAGES).sum().backward()
 
     model = odd(find_unused_parameters=True)
@@ -826,5 +819,5 @@ def test_torch_alone_is_enough(tmp_path):
 @on_ranks(4, hosts=[2, 2])
 def test_ranks_that_ask_for_other_hosts_are_told():
     asked = None if this_rank.get().rank == 0 else 1
-    with pytest.raises(CollectiveMismatchError):
+    with pytest.raises(errors.CollectiveMismatchError):
         wrap(topology="alternating-exp-ring", _local_world_size=asked)

@@ -15,21 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, fully_shard
 
 import bagua.comm
-from bagua import parallel, torch_api
+from bagua import errors, parallel, torch_api
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.comm import solo_group
 from bagua.engine.reducer import BucketType, Reducer
 from bagua.engine.state.agreement import gather_objects
 from bagua.engine.state.replicas import plain
-from bagua.errors import (
-    BaguaError,
-    CollectiveMismatchError,
-    ConfigurationError,
-    InvalidTensorError,
-    InvalidTypeError,
-    PeerLostError,
-    UnsupportedAlgorithmException,
-)
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.parallel.wrappers import DistributedModule, ModelSwitchWrapper, OverlappingWrapper
@@ -107,7 +98,7 @@ def decentralized(**given):
 @pytest.mark.parametrize("wrong", ["no", 1])
 def test_flags(make, flags, wrong):
     for flag in flags:
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             make(**{flag: wrong})
         assert (caught.value.argument, caught.value.seen) == (flag, repr(wrong))
 
@@ -179,7 +170,7 @@ def test_flags(make, flags, wrong):
 def test_other_arguments(make, argument, wrong):
     if make is data_parallel and argument == "device_mesh":
         make = _on_a_mesh
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(errors.ConfigurationError) as caught:
         make(**{argument: wrong})
     assert caught.value.argument == argument
     assert caught.value.expected or argument == "parameter_manager"
@@ -192,15 +183,15 @@ def _on_a_mesh(**given):
 def test_settings_that_are_changed_later():
     wrapper = overlapping()
     for argument, wrong in (("hierarchical_reduce", "x"), ("buckets", "x"), ("bucket_bytes", "x")):
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(errors.ConfigurationError) as caught:
             wrapper.reset_reducer(**{argument: wrong})
         assert caught.value.argument == argument
-    with pytest.raises(InvalidTypeError, match="argument enable"):
+    with pytest.raises(errors.InvalidTypeError, match="argument enable"):
         decentralized().set_accumulate_grad("x")
 
 
 def test_one_size_of_buckets_counts():
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(errors.ConfigurationError) as caught:
         switch_wrapper(message_size=100, bucket_bytes=200)
     assert (caught.value.argument, caught.value.seen) == ("bucket_bytes", "100 and 200")
     for sizes in ({"message_size": 200, "bucket_bytes": 200}, {"bucket_bytes": 200}, {"message_size": 200}):
@@ -229,15 +220,15 @@ SWAPPED = r"swapped.*Call with_bagua\(model, optimizer, "
 NO_OPTIMIZER = r"no optimizer .*seen Linear, then \w+\)\. Call with_bagua\("
 QADAM = r"seen \['AdamW'\]\)\. Build QAdamOptimizer\(model\.parameters\(\)\)"
 MISTAKES = {
-    "swapped": (lambda: wrapped(SGD, LAYER, "bytegrad"), InvalidTypeError, SWAPPED),
-    "swapped, in a list": (lambda: wrapped([SGD], LAYER, "bytegrad"), InvalidTypeError, SWAPPED),
-    "a name for the optimizer": (lambda: wrapped(LAYER, "bytegrad"), InvalidTypeError, NO_OPTIMIZER),
-    "an algorithm for it": (lambda: wrapped(LAYER, Algorithm.init("bytegrad")), InvalidTypeError, NO_OPTIMIZER),
-    "a model for it": (lambda: wrapped(LAYER, torch.nn.Sequential(LAYER)), InvalidTypeError, NO_OPTIMIZER),
-    "another optimizer": (lambda: wrapped(LAYER, ADAM, "qadam"), ConfigurationError, QADAM),
+    "swapped": (lambda: wrapped(SGD, LAYER, "bytegrad"), errors.InvalidTypeError, SWAPPED),
+    "swapped, in a list": (lambda: wrapped([SGD], LAYER, "bytegrad"), errors.InvalidTypeError, SWAPPED),
+    "a name for the optimizer": (lambda: wrapped(LAYER, "bytegrad"), errors.InvalidTypeError, NO_OPTIMIZER),
+    "an algorithm for it": (lambda: wrapped(LAYER, Algorithm.init("bytegrad")), errors.InvalidTypeError, NO_OPTIMIZER),
+    "a model for it": (lambda: wrapped(LAYER, torch.nn.Sequential(LAYER)), errors.InvalidTypeError, NO_OPTIMIZER),
+    "another optimizer": (lambda: wrapped(LAYER, ADAM, "qadam"), errors.ConfigurationError, QADAM),
     "a large number": (
         lambda: Algorithm.init("top_k", ratio=2),
-        ConfigurationError,
+        errors.ConfigurationError,
         "^ratio must be a number above 0 and at most 1, not 2$",
     ),
     "a module inside": (
@@ -245,7 +236,7 @@ MISTAKES = {
         AttributeError,
         "'Linear' object has no attribute 'module'",
     ),
-    "scripted": (lambda: wrapped(Scripted(), [], "bytegrad"), ConfigurationError, "scripted"),
+    "scripted": (lambda: wrapped(Scripted(), [], "bytegrad"), errors.ConfigurationError, "scripted"),
 }
 
 
@@ -276,7 +267,7 @@ def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:
         [loop.optimizer],
         200,
     )
-    with pytest.raises(UnsupportedAlgorithmException):
+    with pytest.raises(errors.UnsupportedAlgorithmException):
         torch_api.with_bagua(wrapped, loop.optimizer, "bytegrab")
     assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
     return snapshot(loop.model)
@@ -294,7 +285,7 @@ def test_a_model_of_with_bagua_switches_when_it_is_wrapped_again() -> State:
     ],
 )
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one_and_all(given, meant):
-    with pytest.raises(UnsupportedAlgorithmException, match=f"{meant}There are gradient_allreduce, "):
+    with pytest.raises(errors.UnsupportedAlgorithmException, match=f"{meant}There are gradient_allreduce, "):
         Algorithm.init(given)
 
 
@@ -302,7 +293,7 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one_and_all(give
     "name", ["DecentralizedDataParallel", "decentralized_data_parallel", "DecentralisedDataParallel"]
 )
 def test_the_wrapper_among_the_names_says_what_it_is(name):
-    with pytest.raises(UnsupportedAlgorithmException, match=r"DecentralizedDataParallel\(model, optim_fn\)"):
+    with pytest.raises(errors.UnsupportedAlgorithmException, match=r"DecentralizedDataParallel\(model, optim_fn\)"):
         Algorithm.init(name)
 
 
@@ -333,7 +324,9 @@ def test_names_that_another_module_has_say_which():
 
 def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
     layer = torch.nn.Linear(1, 1)
-    with pytest.raises(InvalidTypeError, match=r"class GradientAllReduceAlgorithm\)\. Make one: GradientAll\w+\(\)\."):
+    with pytest.raises(
+        errors.InvalidTypeError, match=r"class GradientAllReduceAlgorithm\)\. Make one: GradientAll\w+\(\)\."
+    ):
         torch_api.with_bagua(layer, [], GradientAllReduceAlgorithm, solo_group())
 
 
@@ -395,7 +388,7 @@ def trained() -> torch.nn.Module:
 def test_a_module_inside_ddp_of_torch_is_refused(gloo: None, nested: bool) -> None:
     module = trained()
     wrapped = nn.parallel.DistributedDataParallel(torch.nn.Sequential(module) if nested else module)
-    with pytest.raises(ConfigurationError, match=r"both exchange the gradients.*see attach in"):
+    with pytest.raises(errors.ConfigurationError, match=r"both exchange the gradients.*see attach in"):
         wrapped(torch.ones(1, 2))
 
 
@@ -418,7 +411,7 @@ def test_a_module_beside_ddp_of_torch_is_not(gloo: None) -> None:
 def test_ddp_of_torch_inside_a_module_is_refused(gloo: None) -> None:
     inner = nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     for module in (inner, torch.nn.Sequential(inner)):
-        with pytest.raises(ConfigurationError, match=r"already.*its \.module"):
+        with pytest.raises(errors.ConfigurationError, match=r"already.*its \.module"):
             with_bagua(module, torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", solo_group())
 
 
@@ -439,7 +432,7 @@ def test_fully_shard_around_a_module_is_refused(gloo: None) -> None:
         layer = torch.nn.Linear(2, 2)
         module = with_bagua(layer, torch.optim.SGD(layer.parameters(), lr=0.1), "gradient_allreduce")
         fully_shard(module, mesh=mesh)
-        with pytest.raises(InvalidTensorError, match=r"fully_shard.*register_fsdp_hook"):
+        with pytest.raises(errors.InvalidTensorError, match=r"fully_shard.*register_fsdp_hook"):
             module(torch.ones(1, 2))
 
     ThreadRanks(2).run(shard)
@@ -450,7 +443,7 @@ def test_a_module_that_is_sharded_is_refused(gloo: None) -> None:
     fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     flat.weight = FlatParameter(flat.weight.detach())  # as FSDP makes them, which needs a GPU
     for module in (sharded, flat):
-        with pytest.raises(InvalidTensorError, match="register_fsdp_hook"):
+        with pytest.raises(errors.InvalidTensorError, match="register_fsdp_hook"):
             with_bagua(module, torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", solo_group())
 
 
@@ -486,7 +479,7 @@ def nothing(*_: Any) -> None:
 
 def train(
     mistake: Mistake, at: int, algorithm: Algorithm | str = "gradient_allreduce", steps: int = 6, **options: Any
-) -> tuple[BaguaError | None, int, State]:
+) -> tuple[errors.BaguaError | None, int, State]:
     """What ended the training, before which step, and the weights."""
     loop = Loop("with_bagua", algorithm=algorithm, **options)
     try:
@@ -494,7 +487,7 @@ def train(
             if step == at:
                 mistake(loop.model, loop.optimizer, loop.rank)
             loop.train()
-    except BaguaError as error:
+    except errors.BaguaError as error:
         return error, loop.step - 1, snapshot(loop.model)
     return None, steps, snapshot(loop.model)
 
@@ -522,11 +515,11 @@ def test_ranks_that_differ_get_an_error_that_names_what_and_who(thread_ranks, na
     mistake, message = DIFFERENCES[name]
     ends = thread_ranks(3, partial(train, **options), mistake, at)
     for rank, (error, step, _) in enumerate(ends):
-        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(error, errors.CollectiveMismatchError)
         assert step == at
         assert error.rank == rank
         assert error.peers == ((1, 2) if name == "load" else (1,))
-        with pytest.raises(CollectiveMismatchError, match=message):
+        with pytest.raises(errors.CollectiveMismatchError, match=message):
             raise error
 
 
@@ -536,7 +529,7 @@ def test_calls_that_cross_on_the_model_name_what_each_rank_does(algorithm):
     """Rank 0 alone loads all parts of a checkpoint, while rank 1 makes its first step."""
     loop = Loop("with_bagua", algorithm=algorithm)
     saved = loop.wrapped.bagua_state_dict()
-    with pytest.raises(CollectiveMismatchError, match="ranks make different calls on the model") as found:
+    with pytest.raises(errors.CollectiveMismatchError, match="ranks make different calls on the model") as found:
         loop.wrapped.bagua_load_state_dict(saved) if loop.rank == 0 else loop.train()
     assert "a comparison of checkpoints" in str(found.value)
     assert "the forming of buckets" in str(found.value)
@@ -548,14 +541,14 @@ def test_an_agreement_that_meets_another_call_on_objects_is_an_error_on_its_rank
     if bagua.comm.get_rank():
         communicator.allgather_object(True)
         return
-    with pytest.raises(CollectiveMismatchError, match=r"a test, others have another call"):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"a test, others have another call"):
         gather_objects(communicator, "a test", 1)
 
 
 def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
         ends = thread_ranks(2, partial(train, steps=105), load_on_first, 3)
-    assert [(type(error), step) for error, step, _ in ends] == [(CollectiveMismatchError, 100)] * 2
+    assert [(type(error), step) for error, step, _ in ends] == [(errors.CollectiveMismatchError, 100)] * 2
     assert caplog.text.count("rank 0 loaded weights before step 3, and rank 1 did not") == 1
 
 
@@ -564,7 +557,7 @@ def test_where_ranks_differ_on_purpose_only_a_load_on_one_rank_is_a_mistake(thre
     ends = thread_ranks(2, partial(train, check_every=1), forget_a_layer, 3, algorithm)
     assert [error for error, _, _ in ends] == [None, None]
     for error, step, _ in thread_ranks(2, partial(train, check_every=1), load_on_first, 3, algorithm):
-        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(error, errors.CollectiveMismatchError)
         assert step == 3
         assert "Only rank 0 loaded weights, before step 3" in str(error)
 
@@ -573,10 +566,10 @@ def test_where_ranks_differ_on_purpose_only_a_load_on_one_rank_is_a_mistake(thre
 def test_a_model_that_changed_on_one_rank_alone_keeps_nobody_waiting(thread_ranks, mistake, algorithm):
     """Before, both waited until their timeouts, each for the other."""
     (first, _, _), (second, _, _) = thread_ranks(2, train, mistake, 2, algorithm)
-    assert isinstance(first, CollectiveMismatchError)
+    assert isinstance(first, errors.CollectiveMismatchError)
     assert first.peers == (1,)
     assert "on every rank" in str(first)
-    assert isinstance(second, PeerLostError)
+    assert isinstance(second, errors.PeerLostError)
     assert "change of the model that other ranks did not make" in str(second)
 
 
@@ -670,7 +663,7 @@ def test_a_mismatch_is_headed_by_what_differs(options, headline):
     if headline is None:
         with_bagua(model, optimizer, **own)
         return
-    with pytest.raises(CollectiveMismatchError, match=headline) as caught:
+    with pytest.raises(errors.CollectiveMismatchError, match=headline) as caught:
         with_bagua(model, optimizer, **own)
     assert "Build the same model" not in str(caught.value)
 
@@ -684,7 +677,7 @@ def test_a_run_that_was_resumed_is_compared_as_before():
     loop.wrapped.bagua_load_state_dict(saved)
     loop.train()
     other_rate(loop.model, loop.optimizer, loop.rank)
-    with pytest.raises(CollectiveMismatchError):
+    with pytest.raises(errors.CollectiveMismatchError):
         loop.train()
 
 
@@ -722,7 +715,7 @@ def _train_with_another_rate(wrap: Wrap, schedule: bool) -> tuple[str, int, floa
             train_steps(wrapped, optimizer, rank, range(step, step + 1))
             if schedule:
                 scheduler.step()
-    except CollectiveMismatchError as error:
+    except errors.CollectiveMismatchError as error:
         return str(error), step, rate
     return "", 5, rate
 
@@ -762,7 +755,7 @@ def test_a_setting_that_only_one_rank_has_is_named(thread_ranks, owner):
 
     for error, step, _ in thread_ranks(2, train, add, 0):
         assert step == 0
-        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(error, errors.CollectiveMismatchError)
         assert "settings of optimizers: warm of optimizer 0 (SGD)" in str(error)
         assert (error.expected, error.seen) == tuple(f"{'3' if r == owner else 'none'} on rank {r}" for r in range(2))
 
@@ -895,7 +888,7 @@ def test_more_than_rounding_ends_the_run(thread_ranks, share):
                 model[2].bias[0] += share * float(model[2].bias.abs().max())
 
     for error, step, _ in thread_ranks(2, partial(train, check_every=1), change, 3):
-        assert isinstance(error, CollectiveMismatchError)
+        assert isinstance(error, errors.CollectiveMismatchError)
         assert step == 3
 
 

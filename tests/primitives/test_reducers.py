@@ -11,25 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bagua.comm
+from bagua import primitives
 from bagua.comm import solo_group
 from bagua.compression import BlockTopK, Float16, Identity, Int4, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import InvalidTensorError
-from bagua.primitives import (
-    EF21,
-    AllGatherReducer,
-    AveragedFeedback,
-    DifferenceExchange,
-    ErrorFeedback,
-    MatrixBlock,
-    MomentumCorrection,
-    PowerSGDReducer,
-    ReducerMemory,
-    ScatterGatherReducer,
-    SparseReducer,
-    SumReducer,
-    neighbour_average,
-    sum_over,
-)
 from bagua.testing import ThreadRanks
 from bagua.topology import Ring, Round, create
 from tests.harness import coded
@@ -38,26 +23,26 @@ from tests.topologies import STAR
 
 CODEC = TopK(0.1)
 #: Everything that has a remainder.
-PLAIN: list[SumReducer] = [
-    AllGatherReducer(Sign(block_numel=64)),
-    AllGatherReducer(CODEC),
-    ScatterGatherReducer(MinMaxUInt8(block_numel=32)),
-    ScatterGatherReducer(Identity()),
-    PowerSGDReducer(matrix_rank=2),
-    SparseReducer(CODEC, gather_ranks=2),
-    AllGatherReducer(BlockTopK(64, 8)),
+PLAIN: list[primitives.SumReducer] = [
+    primitives.AllGatherReducer(Sign(block_numel=64)),
+    primitives.AllGatherReducer(CODEC),
+    primitives.ScatterGatherReducer(MinMaxUInt8(block_numel=32)),
+    primitives.ScatterGatherReducer(Identity()),
+    primitives.PowerSGDReducer(matrix_rank=2),
+    primitives.SparseReducer(CODEC, gather_ranks=2),
+    primitives.AllGatherReducer(BlockTopK(64, 8)),
 ]
-WITH_FEEDBACK: list[SumReducer] = [ErrorFeedback(reducer) for reducer in PLAIN]
+WITH_FEEDBACK: list[primitives.SumReducer] = [primitives.ErrorFeedback(reducer) for reducer in PLAIN]
 #: Other forms of feedback.
-FORMS: list[SumReducer] = [
-    EF21(ScatterGatherReducer(Int4(block_numel=8))),
-    EF21(AllGatherReducer(CODEC), 0.2),
-    MomentumCorrection(AllGatherReducer(CODEC), 0.9),
-    ErrorFeedback(AllGatherReducer(Sign(block_numel=8)), 0.9),
-    AveragedFeedback(ScatterGatherReducer(Int4(block_numel=8)), 0.5, 20),
+FORMS: list[primitives.SumReducer] = [
+    primitives.EF21(primitives.ScatterGatherReducer(Int4(block_numel=8))),
+    primitives.EF21(primitives.AllGatherReducer(CODEC), 0.2),
+    primitives.MomentumCorrection(primitives.AllGatherReducer(CODEC), 0.9),
+    primitives.ErrorFeedback(primitives.AllGatherReducer(Sign(block_numel=8)), 0.9),
+    primitives.AveragedFeedback(primitives.ScatterGatherReducer(Int4(block_numel=8)), 0.5, 20),
 ]
 NUMEL, MANY = 203, 5000
-BLOCKS = [MatrixBlock(3, 8, 10), MatrixBlock(90, 9, 12)]
+BLOCKS = [primitives.MatrixBlock(3, 8, 10), primitives.MatrixBlock(90, 9, 12)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SIZE, CALLS = 3, 50
 
@@ -74,7 +59,7 @@ def exact_sum(size: int, **options: Any) -> torch.Tensor:
 
 
 def run(
-    reducer: SumReducer, calls: int = 1, scale: float = 1.0, **options: Any
+    reducer: primitives.SumReducer, calls: int = 1, scale: float = 1.0, **options: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The results of all calls, and what is remembered in the end; ``options`` are those of ``values``."""
     communicator = bagua.comm.get_default_group().global_communicator
@@ -90,7 +75,7 @@ def run(
     return torch.stack(results), {name: one.clone() for name, one in memory.state.items()}
 
 
-def lose(reducer: SumReducer, **options: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+def lose(reducer: primitives.SumReducer, **options: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The result, what is left, and the bytes that this rank sent."""
     communicator = bagua.comm.get_default_group().global_communicator
     flat = values(communicator.rank, **options)
@@ -115,7 +100,9 @@ def test_result_and_remainders_add_up_to_the_exact_sum(thread_ranks, reducer, si
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "reducer", [ScatterGatherReducer(MinMaxUInt8()), AllGatherReducer(Float16()), WITH_FEEDBACK[2]], ids=repr
+    "reducer",
+    [primitives.ScatterGatherReducer(MinMaxUInt8()), primitives.AllGatherReducer(Float16()), WITH_FEEDBACK[2]],
+    ids=repr,
 )
 def test_every_floating_dtype_is_summed_with_the_error_of_its_codec(thread_ranks, reducer, dtype):
     results = [result for (result,), _ in thread_ranks(SIZE, functools.partial(run, dtype=dtype), reducer)]
@@ -128,7 +115,7 @@ def test_sums_of_16_bit_numbers_are_rounded_once(thread_ranks):
     def add() -> torch.Tensor:
         communicator = bagua.comm.get_default_group().global_communicator
         flat = torch.full((5,), 2048.0 if communicator.rank == 0 else 1.0, dtype=torch.float16)
-        reducer = ScatterGatherReducer(Identity())
+        reducer = primitives.ScatterGatherReducer(Identity())
         reducer.reduce(flat, communicator, reducer.memory(communicator, flat))
         return flat
 
@@ -162,8 +149,8 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_and_changes_no_state(bad, p
 def approximated(matrices: list[torch.Tensor], matrix_rank: int) -> list[torch.Tensor]:
     """What one rank makes of matrices of one shape, one after the other."""
     communicator = bagua.comm.solo_group().global_communicator
-    reducer, (rows, columns) = PowerSGDReducer(matrix_rank), matrices[0].shape
-    memory = reducer.memory(communicator, matrices[0].flatten(), [MatrixBlock(0, rows, columns)])
+    reducer, (rows, columns) = primitives.PowerSGDReducer(matrix_rank), matrices[0].shape
+    memory = reducer.memory(communicator, matrices[0].flatten(), [primitives.MatrixBlock(0, rows, columns)])
     found = []
     for matrix in matrices:
         flat = matrix.flatten().clone()
@@ -187,7 +174,7 @@ def test_residuals_pay_what_earlier_means_lack_whoever_took_part(thread_ranks):
     def rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         everyone = bagua.comm.get_default_group()
         pair = bagua.comm.new_group([0, 1])
-        reducer = ErrorFeedback(AllGatherReducer(CODEC))
+        reducer = primitives.ErrorFeedback(primitives.AllGatherReducer(CODEC))
         memory = reducer.memory(everyone.global_communicator, values(0))
         results, exact = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
         for call in range(CALLS):
@@ -219,7 +206,7 @@ def simulated_ef21(averaging: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("averaging", [1.0, 0.2])
 def test_estimates_follow_by_compressed_changes(thread_ranks, averaging):
-    results = thread_ranks(SIZE, run, EF21(AllGatherReducer(CODEC), averaging), CALLS)
+    results = thread_ranks(SIZE, run, primitives.EF21(primitives.AllGatherReducer(CODEC), averaging), CALLS)
     torch.testing.assert_close(results[0][0], simulated_ef21(averaging))
     total = sum(state["estimate"] for _, state in results)
     for result, state in results:
@@ -242,7 +229,7 @@ def test_forms_know_nothing_of_the_scale_of_the_loss(thread_ranks, reducer):
 @pytest.mark.parametrize("codec", [TopK(0.01), BlockTopK(512, 8, None)], ids=repr)
 @pytest.mark.parametrize("contributors", [False, True])
 def test_nine_ranks_send_less_than_eight(codec, contributors):
-    reducer = functools.partial(lose, SparseReducer(codec, contributors), numel=MANY)
+    reducer = functools.partial(lose, primitives.SparseReducer(codec, contributors), numel=MANY)
     whole = codec.compressed_bytes(Metadata(MANY, torch.float64))
     eight, nine = ThreadRanks(8).run(reducer), ThreadRanks(9).run(reducer)
     assert {sent for _, _, sent in eight} == {7 * whole}
@@ -271,7 +258,7 @@ def test_means_over_senders_by_ranges_are_the_formula():
                 residuals[rank, mine] += (means - answers)[mine] / size
         return answers
 
-    reducer = ErrorFeedback(SparseReducer(codec, contributors=True))
+    reducer = primitives.ErrorFeedback(primitives.SparseReducer(codec, contributors=True))
     flats = [results[-1] for results, _ in ThreadRanks(size).run(functools.partial(run, numel=MANY), reducer, calls)]
     assert all(torch.equal(flat, flats[0]) for flat in flats)
     torch.testing.assert_close(flats[0], simulated())
@@ -287,7 +274,7 @@ LAYOUTS = [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]]
 def _sum(hierarchical: bool) -> tuple[torch.Tensor, list[str]]:
     group = bagua.comm.get_default_group()
     tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
-    sum_over(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
+    primitives.sum_over(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
     return tensor, [str(call) for call in group.global_communicator.history()]
 
 
@@ -336,7 +323,7 @@ def _mix(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
     group = bagua.comm.get_default_group()
     tensor, buffers = vector(group.rank, dtype), scratch(dtype)
     for mixing in rounds:
-        assert neighbour_average(tensor, mixing, group.global_communicator, buffers) is None
+        assert primitives.neighbour_average(tensor, mixing, group.global_communicator, buffers) is None
     return tensor
 
 
@@ -378,8 +365,8 @@ def _follow(mixing: Round, spoilt: int) -> dict[str, torch.Tensor]:
     """Steps with a random change of the own vector in between; in one of them, rank 1 has a NaN."""
     communicator = bagua.comm.get_default_group().global_communicator
     rank = communicator.rank
-    exchange = DifferenceExchange(mixing, MinMaxUInt8())
-    memory = ReducerMemory(communicator, FEW, torch.float64)
+    exchange = primitives.DifferenceExchange(mixing, MinMaxUInt8())
+    memory = primitives.ReducerMemory(communicator, FEW, torch.float64)
     memory.declare(exchange.state())
     state = memory.state
     tensor = vector(rank, torch.float64)
@@ -408,8 +395,8 @@ def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step
 
 
 def test_sixteen_bit_tensors_are_followed_in_single_precision():
-    memory = ReducerMemory(solo_group().global_communicator, 3, torch.bfloat16)
-    memory.declare(DifferenceExchange.state())
+    memory = primitives.ReducerMemory(solo_group().global_communicator, 3, torch.bfloat16)
+    memory.declare(primitives.DifferenceExchange.state())
     state = memory.state
     assert state["estimate"].dtype == state["neighbours"].dtype == torch.float32
 
@@ -421,7 +408,7 @@ def _start_all(rounds: list[Round]) -> list[torch.Tensor]:
     group = bagua.comm.get_default_group()
     tensors = [vector(group.rank) for _ in rounds]
     works = [
-        neighbour_average(tensor, mixing, group.global_communicator, scratch(torch.float32), async_op=True)
+        primitives.neighbour_average(tensor, mixing, group.global_communicator, scratch(torch.float32), async_op=True)
         for tensor, mixing in zip(tensors, rounds, strict=True)
     ]
     for work in works:
