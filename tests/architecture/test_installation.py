@@ -147,10 +147,6 @@ def test_the_probe_sees_what_it_looks_for() -> None:
     assert {*changes_made_by("\n".join(effects.values()))} == {*effects}
 
 
-def test_the_wheel_says_that_it_is_typed() -> None:
-    assert (REPOSITORY / PACKAGE / "py.typed").exists()
-
-
 # tomllib came with Python 3.11.
 _PROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 _NAME = re.search(r'^name = "([^"]+)"', _PROJECT, re.MULTILINE)[1]

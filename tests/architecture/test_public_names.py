@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -149,14 +148,3 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 
 def test_every_public_module_is_in_the_api_pages() -> None:
     assert {*public_modules()} - {"bagua"} == documented_modules(API_PAGES)
-
-
-def test_an_extra_that_is_not_installed_is_told_from_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "bagua.integrations.accelerate"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
-    assert "bagua-torch[accelerate]" in str(missing_extra(name))
-    with pytest.raises(pytest.skip.Exception):
-        imported(name)
-    with pytest.raises(ModuleNotFoundError):
-        missing_extra("bagua.no_such_module")

@@ -105,13 +105,3 @@ def test_outer_optimizer(numbers_file, capsys):
     assert sorted(numbers) == ["2: 0.7, 0", "2: 0.7, 0.5", "2: guarded"]
     assert all(0.5 < ratio < 2 for ratios in numbers.values() for ratio in ratios)
     assert "H=2: the best is 0.7, 0" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("cosine", [-0.3, 0.0, 0.5, 0.9, 1.0])
-def test_the_guard_keeps_the_gain_below_its_limit(cosine):
-    rate, momentum = outer_optimizer.gain_below(1.5, 0.7, 0.9, cosine)
-    gain = rate * (1 + momentum / (1 - momentum * max(0.0, cosine)))
-    assert gain <= 1.5 + 1e-12
-    assert rate == 0.7
-    assert momentum == 0.9 or gain == pytest.approx(1.5)
-    assert outer_optimizer.gain_below(1.5, 2.0, 0.9, cosine) == (1.5, 0.0)

@@ -45,21 +45,6 @@ def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
         assert fault.lasting_s == 0 if fault.kind == "kill" else 2 <= fault.lasting_s <= 4
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("step 12", (12, "")),
-        ("[rank 0] epoch 2, step: 300, loss 0.1", (300, "")),
-        ('{"step": 8, "digest": "0a1b", "alive": 4}', (8, "0a1b")),
-        ("step=4 digest='ff'", (4, "ff")),
-        ("footstep 4", None),
-        ("steps per second: 4", None),
-    ],
-)
-def test_lines_tell_the_step_and_the_digest(line: str, found: tuple[int, str] | None) -> None:
-    assert said_in([(1.0, line), (2.0, line)]) == ([] if found is None else [Said(1.0, *found)])
-
-
 def test_a_member_is_killed_and_starts_again_and_another_stops_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "RESTART_S", 0.0)
     members = [member_of(LAUNCHER), member_of(TRAINER), member_of(TRAINER)]

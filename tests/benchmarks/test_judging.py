@@ -11,7 +11,7 @@ import pytest
 
 from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, ParameterFacts, Rehearsal, Run
 from benchmarks import convergence, paired
-from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, limit_of, make_lines
+from benchmarks.convergence import BASELINE, MUTANT, Ended, make_lines
 from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
 from benchmarks.prediction import (
     Cell,
@@ -124,26 +124,6 @@ def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
     lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds, "text")
     options = argparse.Namespace(task="text", steps=500, seeds=seeds, first_seed=0, ranks=2, json=None)
     assert convergence.conclude(lines, 0.5, {}, options) == status
-
-
-@pytest.mark.parametrize(
-    ("contender", "baseline", "limit"),
-    [
-        ("local_sgd:sync_every=20", BASELINE, 1.01),
-        ("slowmo:sync_every=100", BASELINE, 1.03),
-        ("diloco", BASELINE, 1.03),
-        ("diloco:sync_every=20,fragments=4,overlap=5", "diloco:sync_every=20", 1.01),
-        ("diloco:codec='int4'", "diloco", 1.005),
-        ("diloco:sync_every=20,codec='int2',error_feedback=0.9", "diloco:sync_every=20", 1.01),
-        ("sparse_loco:start_after=900", BASELINE, 1.02),
-        ("sparse_loco:kept=32,lr=0.03", "diloco:sync_every=10,start_after=100,lr=0.03", 1.01),
-        ("low_precision_decentralized:topology='ring'", BASELINE, 1.03),
-        ("adam", BASELINE, None),
-    ],
-)
-def test_those_who_talk_rarely_are_judged_by_how_rarely(contender, baseline, limit):
-    assert baseline_of(contender, "text") == baseline
-    assert limit_of(contender) == limit
 
 
 def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

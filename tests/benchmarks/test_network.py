@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bagua.comm
 from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
 from benchmarks.network import ranks, report
 from benchmarks.network.contenders import (
     Prepared,
-    find_maker,
 )
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
@@ -181,35 +177,6 @@ def test_slowest_rank_and_all_hosts_count():
     made = make_line("x", None, [first, second], hosts=2, limit=None)
     assert made.step.result.median == 2.0
     assert (made.sent_bytes, made.baseline_sent_bytes) == (3.0, 20.0)
-
-
-def take_a_step(prepared):
-    prepared.optimizer.zero_grad()
-    prepared.model(torch.ones(1, 4)).sum().backward()
-    prepared.optimizer.step()
-
-
-def pause_while_one_rank_is_late(name, paused, late):
-    """Whether rank 0's pause ended before the step of rank 1 without which no exchange can end."""
-    model = torch.nn.Linear(4, 2)
-    prepared = find_maker(name)(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(4):
-        take_a_step(prepared)
-    if bagua.comm.get_rank() == 1:
-        assert paused.wait(60)
-        time.sleep(0.1)
-        late.set()
-    take_a_step(prepared)
-    paused.set()
-    prepared.pause()
-    return late.is_set()
-
-
-@pytest.mark.threads
-def test_a_pause_waits_for_exchanges_under_way(thread_ranks):
-    """What goes on in the next contender's turn would slow that down."""
-    paused, late = threading.Event(), threading.Event()
-    assert thread_ranks(2, pause_while_one_rank_is_late, "diloco:sync_every=4,overlap=3", paused, late) == [True, True]
 
 
 def test_where_it_pays():

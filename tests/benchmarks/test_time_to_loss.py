@@ -5,10 +5,8 @@ import math
 from functools import partial
 
 import pytest
-import torch
 
 from bagua.cli.lab import network as lab
-from benchmarks.network.contenders import Follower
 from benchmarks.network.tasks import PerceptronTask
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.folder import Cell, Folder
@@ -77,40 +75,6 @@ def test_steps_of_a_beginning_take_their_own_time():
 )
 def test_what_is_timed_of_a_contender(contender, found):
     assert segments(contender) == [Segment(*one) for one in found]
-
-
-def test_optimizers_of_a_backward_pass_follow_the_schedule():
-    layer = torch.nn.Linear(2, 2)
-    follower = Follower(torch.optim.AdamW(layer.parameters(), lr=0.5, weight_decay=0.25))
-    made = follower.make([("weight", layer.weight)])
-    schedule = torch.optim.lr_scheduler.LambdaLR(follower, lambda step: 0.1 if step else 1.0)
-    rates = []
-    for _ in range(2):
-        follower.zero_grad()
-        rates.append(made.param_groups[0]["lr"])
-        follower.step()
-        schedule.step()
-    assert rates == [0.5, 0.05]
-    assert made.defaults["weight_decay"] == 0.25
-
-
-def test_a_run_that_was_cut_off_goes_on(tmp_path):
-    folder, calls = Folder(tmp_path, resume=False), []
-
-    def work():
-        calls.append("call")
-        return {"value": len(calls)}
-
-    assert folder.measure("losses", {"seed": 1}, work).result == {"value": 1}
-    with (tmp_path / "cells.jsonl").open("a") as file:
-        file.write('{"kind": "losses", "sett')  # cut off while it was written
-    again = Folder(tmp_path)
-    assert again.measure("losses", {"seed": 1}, work).result == {"value": 1}
-    assert again.measure("losses", {"seed": 2}, work).result == {"value": 2}
-    assert again.measure("paces", {"seed": 1}, work).result == {"value": 3}
-    assert [cell.settings for cell in Folder(tmp_path).cells] == [{"seed": 1}, {"seed": 2}, {"seed": 1}]
-    with pytest.raises(FileExistsError, match="--resume"):
-        Folder(tmp_path, resume=False)
 
 
 @pytest.fixture

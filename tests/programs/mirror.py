@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bagua.distributed as dist
+from bagua import comm
 from bagua.comm import NON_MEMBER, ReduceOp
 from bagua.comm import torch_forms as lists
 from bagua.comm.startup.adoption import communicator_of
@@ -319,7 +320,7 @@ def _backwards(name: str, place: int) -> Mutant:
         turned = arguments[place][::-1] if arguments[place] else arguments[place]
         return true(*arguments[:place], turned, *arguments[place + 1 :], **options)
 
-    return around(collectives, name, call)
+    return around(comm, name, call)
 
 
 def _turns(place: Any, name: str, argument: int) -> Mutant:
@@ -365,13 +366,13 @@ def _as_the_group_counts(name: str) -> Mutant:
     return around(dist, name, call)
 
 
-def _one_tag(true: Any, communicator: Any, tensor: Any, other: Any, tag: int) -> Any:
-    return true(communicator, tensor, other, 1)
+def _one_tag(true: Any, mail: Any, tensor: Any, other: Any, tag: int) -> Any:
+    return true(mail, tensor, other, 1)
 
 
 def _all_one_tag(patch: pytest.MonkeyPatch) -> None:
-    around(point_to_point, "_send_tagged", _one_tag)(patch)
-    around(point_to_point, "_receive_tagged", _one_tag)(patch)
+    around(lists.Mail, "send", _one_tag)(patch)
+    around(lists.Mail, "receive", _one_tag)(patch)
 
 
 def _waits_and_returns_none(true: Any, communicator: Any, work: Any, outputs: Any, **options: Any) -> Any:
@@ -433,7 +434,7 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "scatter takes its list backwards": _backwards("scatter_tensors", 2),
     "reduce_scatter takes its list backwards": _backwards("reduce_scatter_tensors", 2),
     "all_to_all takes its list backwards": _backwards("alltoall_tensors", 2),
-    "all_to_all_single swaps its sizes": around(collectives, "alltoall_rows", _swaps_sizes),
+    "all_to_all_single swaps its sizes": around(comm, "alltoall_rows", _swaps_sizes),
     "all_gather_single loses its first row": around(dist, "all_gather_single", _all_but_first_row),
     "asynchronous calls return nothing": around(collectives, "as_in_torch", _waits_and_returns_none),
     "synchronous calls return a work": around(collectives, "as_in_torch", _returns_work),
