@@ -75,7 +75,7 @@ def raised(error: type[Exception], function: Any, *arguments: Any, **keywords: A
 
 
 def collectives(port: int, nodes: tuple[int, ...], transport: str) -> None:
-    """What the programs of ``test_properties.py`` do not call."""
+    """What the programs of ``test_programs.py`` do not call."""
     size = len(nodes)
     with joined(port, size, nodes) as rank:
         assert dist.get_backend() == "bagua"
