@@ -210,10 +210,8 @@ def test_the_readme_on_an_index_leads_to_the_address_that_the_owner_names():
     text = "![A\nplot](docs/a.svg) [page](docs/b.md#c) [here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"
     rest = "[here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"
     assert shown(text, "") == f"A\nplot page {rest}"
-    assert (
-        shown(text, "https://i.org/")
-        == f"![A\nplot](https://i.org/docs/a.svg) [page](https://i.org/docs/b.md#c) {rest}"
-    )
+    there = f"![A\nplot](https://i.org/docs/a.svg) [page](https://i.org/docs/b.md#c) {rest}"
+    assert shown(text, "https://i.org/") == there
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -211,9 +212,10 @@ def test_a_handler_may_abort_and_close_anywhere(transport: type, call: Callable[
 WAITING = (Peers, Messages, ShmPeers, Outbox, DescriptorChannel)
 
 
-def is_in(place: Location, kind: type) -> bool:
+@functools.cache  # To find a class, its module is parsed.
+def lines_of(kind: type) -> set[Location]:
     lines, first = inspect.getsourcelines(kind)
-    return place[0] == kind.__module__ and first <= place[1] < first + len(lines)
+    return {(kind.__module__, first + number) for number in range(len(lines))}
 
 
 @pytest.mark.parametrize("call", [allreduce, message])
@@ -223,7 +225,7 @@ def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator],
     def stop(comm: Communicator) -> None:
         raise InterruptionError
 
-    found = [place for place in places(ShmTransport, call) if any(is_in(place, kind) for kind in WAITING)]
+    found = [place for place in places(ShmTransport, call) if any(place in lines_of(kind) for kind in WAITING)]
     before, lost = descriptors(), 0
     for place in found:
         outcomes, signals = interrupted(ShmTransport, call, place, stop)
@@ -234,7 +236,7 @@ def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator],
         signals.comm.close()
         assert peers._closed
         # A descriptor that has just been received and has no name yet is lost.
-        lost += is_in(place, DescriptorChannel)
+        lost += place in lines_of(DescriptorChannel)
     gc.collect()
     after = descriptors()
     assert len(after) <= len(before) + lost, sorted(after.items() - before.items())
