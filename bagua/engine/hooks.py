@@ -208,7 +208,7 @@ class BackwardHooks:
         """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""
         self.retire()
         self.closed = True
-        self.reducer.formation.close()
+        self.reducer.close()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""

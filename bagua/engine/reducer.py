@@ -421,6 +421,13 @@ class Reducer:
         self.formation.close_soon()
         self.after_failure(reason)
 
+    def close(self) -> None:
+        """Give back threads and communicators; the module keeps working on its own. Idempotent.
+
+        Exchanges under way end first, and what is owed to other ranks is not sent any more.
+        """
+        self.formation.close()
+
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """What the algorithm remembers on this rank; the weights are in the module's own ``state_dict``.
 

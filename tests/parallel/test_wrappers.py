@@ -497,7 +497,8 @@ def test_the_documented_life_of_a_reducer(thread_ranks, by_place):
             reducer.mark_on_complete()
             assert all(reducer.fill_slot(parameter) is parameter.grad for parameter in order)
             seen.append(gradients(loop.model))
-        assert reducer.step == 3
+        reducer.close()
+        assert (reducer.step, reducer.group.closed) == (3, True)
         return seen
 
     for step, states in enumerate(zip(*thread_ranks(2, train), strict=True)):
