@@ -12,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from bagua.errors import ConfigurationError, InvalidTypeError
 
@@ -74,11 +74,11 @@ def check_flags(**flags: object) -> None:
     check_kind(bool, "True or False", **flags)
 
 
-def check_kind(kind: type | tuple[type, ...], expected: str, **values: object) -> None:
+def check_kind(kind: Any, expected: str, **values: object) -> None:
     """Each of ``values`` must be an instance of ``kind``.
 
     Args:
-        kind: a class, or several.
+        kind: a class, or several; ``Callable`` is one of them.
         expected: description of ``kind``, in words.
         values: values that were given, by the names of the arguments.
 

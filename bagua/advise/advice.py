@@ -280,7 +280,7 @@ def advise(
     """
     check_kind(torch.nn.Module, "a torch.nn.Module", module=module)
     check_kind(torch.optim.Optimizer, "a torch.optim.Optimizer", optimizer=optimizer)
-    check_kind(Callable, "a function", step=step)  # type: ignore[arg-type]
+    check_kind(Callable, "a function", step=step)
     check_kind(str, "as 50mbit,20ms", link=link)
     try:
         settings = parse_link(link)

@@ -67,7 +67,7 @@ _SHORT_NAMES = {
 }
 
 
-#: Names of what is no algorithm, but a wrapper of its own.
+#: Names of wrappers, which users look for among the algorithms.
 _WRAPPERS = ("DecentralizedDataParallel", "decentralized_data_parallel")
 
 

@@ -32,7 +32,7 @@ from bagua.membership.state import Attempt, Deadlines, MemberState, Samples, Tra
 
 
 def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
-    """Refuse what is no path, and one file for several ranks of an island."""
+    """Refuse another thing than a path, and one file for several ranks of an island."""
     check_kind((str, os.PathLike, type(None)), "a path, or None", **places)
     for argument, place in places.items():
         if place is not None and ranks > 1 and "{rank}" not in os.fspath(place):

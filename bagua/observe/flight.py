@@ -318,8 +318,7 @@ def _position(rank: int, label: str, of_rank: Mapping[int, Record], sequence: in
     frames = record["stacks"].get("main", [])
     # The innermost frame of the user's code.
     own = [frame for frame in frames if not any(f"/{package}/" in frame for package in ("bagua", "torch"))]
-    place = (own or frames or ["an unknown place"])[-1]
-    return f"{last}When it wrote its record, rank {rank} stood at {place}."
+    return f"{last}When it wrote its record, rank {rank} stood at {(own or frames or ['an unknown place'])[-1]}."
 
 
 def _silent(records: Mapping[int, Record]) -> Iterator[str]:

@@ -326,7 +326,7 @@ def register_ddp_comm_hook(
     if ddp_comm_hook is None:
         return
     functions = (Callable, type(None))
-    check_kind(functions, "a function (state, bucket)", ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper)  # type: ignore[arg-type]
+    check_kind(functions, "a function (state, bucket)", ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper)
     if not callable(getattr(model, "register_comm_hook", None)):
         raise ConfigurationError(
             "communication hooks belong to torch's DistributedDataParallel",

@@ -539,7 +539,7 @@ def test_no_exchange_is_made_and_checked_anew_in_each_step(thread_ranks, monkeyp
 
 
 def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks, monkeypatch):
-    """The outer mean waits until three more gradients were exchanged: on one connection that would be for ever."""
+    """The outer mean waits until three more gradients were exchanged: on one connection that would be forever."""
     done = [threading.Event(), threading.Event()]
     run = Sum.run
 

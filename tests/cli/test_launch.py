@@ -17,7 +17,6 @@ import torch
 from bagua import comm
 from bagua.cli import launch
 from bagua.cli.lab import network
-from bagua.cli.lab.network import sent_bytes
 from bagua.cli.launch import Rank
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from tests.harness import until
@@ -101,10 +100,10 @@ def report_and_return(rank: Rank, factor: int) -> int:
 
 def sum_on_a_host(rank: Rank, numel: int) -> tuple[float, int]:
     rank.join("gloo", 60.0)
-    before, tensor = sent_bytes(), torch.full((numel,), rank.rank + 1.0)
+    before, tensor = network.sent_bytes(), torch.full((numel,), rank.rank + 1.0)
     comm.allreduce(tensor)
     comm.barrier()
-    sent = sent_bytes() - before
+    sent = network.sent_bytes() - before
     comm.destroy_process_group()
     return float(tensor[-1]), sent
 

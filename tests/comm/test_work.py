@@ -390,7 +390,7 @@ def ends_at_once(wake: Wake) -> bool:
 
 
 def test_a_limit_that_passes_at_any_moment_ends_the_wait() -> None:
-    """``SimpleQueue.get`` sleeps for ever if that happens between its first and its second look."""
+    """``SimpleQueue.get`` sleeps forever if that happens between its first and its second look."""
     wake = Wake()
 
     def look() -> None:

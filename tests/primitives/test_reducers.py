@@ -304,7 +304,7 @@ def test_tensors_without_elements_and_of_other_dtypes(reducer):
         reducer.memory(communicator, torch.zeros(3, dtype=torch.complex64))
 
 
-# Mixing with neighbours is a product with the mixing matrix, on any graph, and nobody waits for ever.
+# Mixing with neighbours is a product with the mixing matrix, on any graph, and nobody waits forever.
 
 FEW = 5
 

@@ -40,7 +40,7 @@ def daemon(name: str, target: Callable[..., object], *arguments: object) -> thre
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 #: How long the end of the process waits for what runs beside it, in seconds.
 _EXIT_S = 1.0
-#: Name of the threads that this is about.
+#: Name of the threads of ``beside``.
 _BESIDE = "bagua-beside"
 
 
@@ -190,7 +190,7 @@ def _stop_all() -> None:
         background.stop(timeout_s=_EXIT_S)
     until = time.monotonic() + _EXIT_S
     for thread in threading.enumerate():
-        if thread.name == _BESIDE:
+        if thread.name == _BESIDE and thread.is_alive():  # One that is about to start cannot be joined.
             thread.join(max(0.0, until - time.monotonic()))
 
 

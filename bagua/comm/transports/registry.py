@@ -1,4 +1,4 @@
-"""From the name of a backend to the transport that implements it. One line per transport."""
+"""From the name of a backend to its transport, in one line for each; and the comparison of calls in front of it."""
 
 from __future__ import annotations
 

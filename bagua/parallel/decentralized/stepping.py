@@ -49,9 +49,8 @@ class Stepping:
         scaler: torch.amp.GradScaler | None = None,
         grad_clip_norm: float = 0.0,
     ) -> None:
-        check_kind(Callable, "a function of a list of (name, parameter)", optim_fn=optim_fn)  # type: ignore[arg-type]
-        kinds: Any = (Callable, NoneType)  # Which mypy takes for no classes.
-        check_kind(kinds, "a function of an optimizer, or None", lr_scheduler_fn=lr_scheduler_fn)
+        check_kind(Callable, "a function of a list of (name, parameter)", optim_fn=optim_fn)
+        check_kind((Callable, NoneType), "a function of an optimizer, or None", lr_scheduler_fn=lr_scheduler_fn)
         check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", scaler=scaler)
         check_numbers(lambda norm: norm >= 0, "a number >= 0", grad_clip_norm=grad_clip_norm)
         self._optim_fn = optim_fn

@@ -130,7 +130,7 @@ class Outbox(Area):
         self.show(0, min(piece, source.numel()))
         return Location(Where.OUTBOX, source.dtype, self.segment.number, HEADER_BYTES, piece)
 
-    def show(self, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:  # noqa: ARG002 - none of it is
+    def show(self, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:  # noqa: ARG002 - an outbox keeps nothing
         """Show elements ``start`` to ``stop``."""
         itemsize = self._source.element_size()
         target = self.views.address + HEADER_BYTES
