@@ -38,8 +38,8 @@ _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("band", "bor", "bxor"), _INTEGERS | _BOOL),
 }
 
-#: One look-up answers both "is this legal" and "what is it called".
-_LEGAL = {(op, dtype): name for name, op in OPERATIONS.items() for dtype in _ALLOWED[name]}
+#: One look-up answers both "is this legal" and "what is it called". By identity: torch takes long to hash its enum.
+_LEGAL = {(id(op), dtype): name for name, op in OPERATIONS.items() for dtype in _ALLOWED[name]}
 
 #: Reductions of bool, expressed on its bytes (0 or 1).
 BOOL_AS_BYTES = {
@@ -67,8 +67,8 @@ def reduction_name(op: object, dtype: torch.dtype) -> str:
         'avg'
     """
     try:
-        return _LEGAL[op, dtype]
-    except (KeyError, TypeError):
+        return _LEGAL[id(op), dtype]
+    except KeyError:
         return _explain(op, dtype)
 
 
@@ -295,9 +295,11 @@ class Intake:
 
     def reduced(self, tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, Finish, str]:
         """Like ``in_place``, and the name of the reduction; of a bool tensor its bytes, and what reduces them."""
-        plain, finish = self.in_place(tensor, "tensor")
-        reduction = reduction_name(op, tensor.dtype)
-        if plain.dtype is torch.bool:
+        self.check(tensor, "tensor")
+        plain, finish = writable(tensor, "tensor", keep=True)
+        dtype = tensor.dtype
+        reduction = reduction_name(op, dtype)
+        if dtype is torch.bool:
             return plain.view(torch.uint8), finish, BOOL_AS_BYTES[reduction]
         return plain, finish, reduction
 

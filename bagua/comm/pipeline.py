@@ -163,7 +163,8 @@ class CallPipeline:
         if self._unseen:
             self._look(started)
         # While the call is under way, autograd may make the caller's own objects part of a graph, as it does outputs.
-        source, target = _bare(source, target) if async_op else (source, target)
+        if async_op:
+            source, target = _bare(source, target)
         record: CallRecord | None = None
         if not self.in_use.acquire(False):
             raise self._concurrent_use(kind)
@@ -172,7 +173,7 @@ class CallPipeline:
                 if self._broken is not None or self.closed:
                     raise self._refusal(kind)
                 number = self._numbers[kind]
-                call = _new_call((kind, number[0] + 1, dtype, numel, reduction, root, peer, *counts))
+                call = _new_call((kind, number[0] + 1, dtype, numel, reduction, root, peer, counts[0], counts[1]))
                 record = self.statistics.begin(call, started)
                 start = self._start_in_profile if profiling() else self._transport.start
                 handle = start(call, source, target, timeout_s, async_op)
@@ -277,10 +278,10 @@ class CallPipeline:
         """
         if spent is None:
             spent = blocked_s = ended - record.begun
-        call = record.call
-        if self._arrivals is not None and call.kind not in POINT_TO_POINT:
-            number, waited_s, last = self._arrivals[call.sequence % ARRIVALS_LENGTH]
-            if number == call.sequence:
+        kind, sequence = record.call[:2]
+        if self._arrivals is not None and kind not in POINT_TO_POINT:
+            number, waited_s, last = self._arrivals[sequence % ARRIVALS_LENGTH]
+            if number == sequence:
                 ranks = self._ranks
                 record.waited_s, record.waited_for = waited_s, tuple([ranks[member] for member in last])
         if not self._shared:

@@ -25,11 +25,12 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
 OPERATIONS: dict[str, Any] = {name: getattr(ReduceOp, name.upper()) for name in _FOLDS}
 
 
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
 def wide_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
     """The dtype in which ``name`` accumulates: float32 for sums and products of 16-bit floats."""
-    if dtype in (torch.float16, torch.bfloat16) and name in ("sum", "avg", "product"):
-        return torch.float32
-    return dtype
+    return torch.float32 if dtype in _NARROW and name in ("sum", "avg", "product") else dtype
 
 
 #: Elements that are reduced at once; measured with 2 to 8 parts of float32 and bfloat16.
@@ -54,8 +55,12 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     """
     if len(parts) == 1:
         return out if out is parts[0] else out.copy_(parts[0])
-    wide = wide_dtype(out.dtype, name)
-    if out.numel() > _CHUNK and (len(parts) > 2 or wide is not out.dtype) and out.dim() == 1:
+    dtype = out.dtype
+    wide = wide_dtype(dtype, name)
+    if len(parts) == 2 and wide is dtype:  # In one pass, and most calls are small.
+        _FOLDS[name](parts[0], parts[1], out=out)
+        return divide(out, 2) if name == "avg" else out
+    if out.numel() > _CHUNK and out.dim() == 1:
         # Several passes over the same elements: while these are still in the cache.
         for *chunks, target in zip(*(torch.unsafe_split(part, _CHUNK) for part in (*parts, out)), strict=True):
             _fold(chunks, name, wide, target)

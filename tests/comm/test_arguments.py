@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from datetime import timedelta
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
-from bagua.comm.operands import as_seconds, overlaps_itself, shares_memory
-from bagua.comm.reduction import divide
-from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.comm.operands import as_seconds, overlaps_itself, reduction_name, shares_memory
+from bagua.comm.reduction import ReduceOp, divide
+from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTypeError
 
 LAYOUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), min_size=0, max_size=4)
 
@@ -64,6 +65,12 @@ def test_dividing_gives_the_bits_of_a_division(dtype, by):
     expected = total.clone().div_(by)
     assert divide(total, by) is total
     assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_copy_of_an_operation_is_the_operation():
+    assert reduction_name(copy.copy(ReduceOp.MAX), torch.int64) == "max"
+    with pytest.raises(InvalidReduceOpError, match=r"AVG has no meaning for torch\.int64"):
+        reduction_name(copy.copy(ReduceOp.AVG), torch.int64)
 
 
 def _positive(number: float) -> bool:

@@ -211,7 +211,7 @@ class Statistics:
         self.recent.append(record)
         return record
 
-    def end(self, record: CallRecord, ended: float, blocked_s: float, spent_s: float = 0.0) -> None:
+    def end(self, record: CallRecord, ended: float, blocked_s: float, spent_s: float = 0.0) -> None:  # noqa: PLR0915
         """Its result is there: count it.
 
         Args:
@@ -220,8 +220,15 @@ class Statistics:
             blocked_s: for how long the thread that made it has stood still for it.
             spent_s: seconds inside of the call and of its ``wait``.
         """
-        recorder = self.recorder
-        self._count(record.call, spent_s)
+        recorder, call = self.recorder, record.call
+        kind = call.kind
+        calls, before_s, volume, sent = self._totals.get(kind, _NOTHING)
+        if kind in EVEN:
+            volume += call.numel * call.dtype.itemsize
+        else:
+            volume += call.nbytes
+            sent += sent_by(call, self.place.rank, len(self.place.ranks))
+        self._totals[kind] = (calls + 1, before_s + spent_s, volume, sent)
         record.ended, record.state = ended, "completed"
         if self.aside:
             record.waited_s, record.waited_for = 0.0, ()
@@ -241,7 +248,7 @@ class Statistics:
             together = took - waited
             exposed_s += blocked_s if blocked_s < together else together  # noqa: FURB136
             time_s += took
-            if record.call.kind not in POINT_TO_POINT and not self.aside:
+            if kind not in POINT_TO_POINT and not self.aside:
                 of_collectives_s += took
         self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
         if record.waited_for:
@@ -257,16 +264,6 @@ class Statistics:
             self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s * share
             if late:
                 self.lasts[rank] = self.lasts.get(rank, 0.0) + share
-
-    def _count(self, call: Call, spent_s: float) -> None:
-        kind = call[0]
-        calls, before_s, volume, sent = self._totals.get(kind, _NOTHING)
-        if kind in EVEN:
-            volume += call[3] * call[2].itemsize
-        else:
-            volume += call.nbytes
-            sent += sent_by(call, self.place.rank, len(self.place.ranks))
-        self._totals[kind] = (calls + 1, before_s + spent_s, volume, sent)
 
     @property
     def kinds(self) -> dict[str, KindStatistics]:

@@ -41,6 +41,8 @@ _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
 Suspicion = Callable[[Call], CommunicationError | None]
 #: Those for which a rank waits now, by their number in the communicator.
 Missing = Callable[[], tuple[int, ...]]
+#: Looks at the others, one right after the other, before a rank that spins begins to wait: for a few microseconds.
+_LOOKS = 100
 #: A sleeper looks up at least so often: deaths ring no bell.
 SLICE_S = 0.02
 
@@ -215,12 +217,13 @@ class Peers(ABC):
             spin_s: seconds of busy waiting.
             suspect: the error, if this rank and another one wait for each other in vain.
         """
-        words = self._words
         last: tuple[int, ...] = ()
-        for line in words:
-            if line[_ARRIVED] < mine:
-                last = self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
-                break
+        looks = _LOOKS if spin_s else 0
+        for line in self._words:
+            while line[_ARRIVED] < mine:
+                looks -= 1
+                if looks < 0:
+                    last = self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
         if self.fault is not None:
             self.step(call, "pass")
         return last

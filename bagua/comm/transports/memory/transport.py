@@ -457,7 +457,7 @@ class MemoryTransport(LanesTransport):
         self._turn += 1
         if peers.fault is not None:
             peers.step(call, "publish")
-        small = source is not None and source.numel() * source.element_size() <= self._small_bytes
+        small = source is not None and source.nbytes <= self._small_bytes
         peers.publish(slot, call, source, small)
         if inline:
             # Where several threads call, another one of them may yet serve a message that is waited for.

@@ -60,11 +60,11 @@ class Views:
         self._bytes = memory.bytes()
         self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
 
-    def get(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """``numel`` elements from byte ``offset``, which is a multiple of their size."""
-        key = (dtype, offset, numel)
+    def get(self, key: tuple[torch.dtype, int, int]) -> torch.Tensor:
+        """Elements of a dtype, from a byte on, which is a multiple of their size; and how many."""
         view = self._kept.get(key)
         if view is None:
+            dtype, offset, numel = key
             if len(self._kept) >= _KEPT_VIEWS:
                 self._kept.clear()
             with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
@@ -211,12 +211,12 @@ class ControlLine(Line):
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
         place = self.places[slot]
         if place.where == Where.INLINE:
-            return self.inline.get(place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start)
+            return self.inline.get((place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start))
         if start == stop:
             return torch.empty(0, dtype=place.dtype, device="cpu")
         shown = self._shown[slot]
         assert shown is not None
-        return shown.get(place.dtype, self._offset(slot, place, start), stop - start)
+        return shown.get((place.dtype, self._offset(slot, place, start), stop - start))
 
     def address(self, slot: int, start: int, stop: int) -> int:
         place = self.places[slot]
@@ -329,7 +329,7 @@ class OwnLine(ControlLine):
     def write_copy(self, slot: int, call: Call, source: torch.Tensor) -> None:
         """Publish ``call`` with its data ``source``, which is copied into the control memory."""
         start = self.inline.address + self.inline_starts[slot]
-        memmove(start, source.data_ptr(), source.numel() * source.element_size())
+        memmove(start, source.data_ptr(), source.nbytes)
         place = self._inline_places.get(source.dtype)
         if place is None:
             place = self._inline_places[source.dtype] = Location(Where.INLINE, source.dtype)

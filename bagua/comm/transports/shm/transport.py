@@ -198,15 +198,13 @@ class ShmPeers(Peers):
             self._calls += 1
             if self._calls % _CALLS_PER_SWEEP == 0:
                 self._drop_gone()
-        if source is None or source.numel() == 0:
+        if source is None or not source.nbytes:
             place = NOWHERE if source is None else Location(Where.NOWHERE, source.dtype)
             self._line.write(slot, call, place)
-            return
-        flat = source if source.dim() == 1 else source.view(-1)
-        if private:
-            self._line.write_copy(slot, call, flat)
+        elif private:
+            self._line.write_copy(slot, call, source)
         else:
-            self._publish_large(slot, call, flat)
+            self._publish_large(slot, call, source if source.dim() == 1 else source.view(-1))
 
     def _publish_large(self, slot: int, call: Call, source: torch.Tensor) -> None:
         segment = find(source)
@@ -247,29 +245,23 @@ class ShmPeers(Peers):
 
     def notices(self, slot: int) -> list[Notice]:
         """What each rank published; quickly where all of them did the same with data in the same place."""
-        own = self._line.notice(slot)
-        if own.call.kind == "alltoall_v" or not self._alike(slot):
-            return [own if line is self._line else line.notice(slot) for line in self._control_lines]
+        own, expected = self._line.notice(slot), self._line.comparable[slot]
+        for line in self._peer_lines:  # In each call: a generator takes twice as long.
+            if line.comparable[slot] != expected or own.call.kind == "alltoall_v":
+                return [own if line is self._line else line.notice(slot) for line in self._control_lines]
         for line in self._peer_lines:
             line.adopt(slot)
         return [own] * self.size
 
-    def _alike(self, slot: int) -> bool:
-        """Whether all ranks did the same with data in the same place."""
-        own = self._line.comparable[slot]
-        for line in self._peer_lines:  # In each call: a generator takes twice as long.
-            if line.comparable[slot] != own:
-                break
-        else:
-            return True
-        return False
-
     def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor] | None:
-        """See ``Peers.copies``: straight from the control memory, where all lines have them."""
-        if self._line.places[slot].where != Where.INLINE or not self._alike(slot):
-            return None
-        dtype, numel, start = own.dtype, own.numel(), self._line.inline_starts[slot]
-        return [own if line is self._line else line.inline.get(dtype, start, numel) for line in self._control_lines]
+        """See ``Peers.copies``: straight from the control memory, where the lines that are alike have them."""
+        mine, parts = self._line, []
+        key, expected = (own.dtype, mine.inline_starts[slot], own.numel()), mine.comparable[slot]
+        for line in self._control_lines:
+            if line.comparable[slot] != expected:
+                return None
+            parts.append(own if line is mine else line.inline.get(key))
+        return parts
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
         """Show the next piece, if the data is shown in pieces."""
