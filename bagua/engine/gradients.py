@@ -5,7 +5,7 @@ Then gradients on their way into the buckets, as they arrive in a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -77,6 +77,8 @@ def refuse_graph(_: torch.nn.Parameter) -> None:
 #: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs
 #: microseconds. They are still in the processor's cache then, and take little memory beside the bucket.
 TOGETHER_BYTES = 64 * 1024
+#: Up to here gradients are copied together and multiplied together; a larger one is multiplied on its way.
+_SMALL_BYTES = 16 * 1024
 
 
 class Slot:
@@ -86,17 +88,26 @@ class Slot:
         arrival: arrival of the gradients of the bucket.
         view: the parameter's part of the flat gradients; None if they are not gathered.
         nbytes: bytes of ``view``.
+        part: first element of ``view`` in the flat gradients, and the first one of what follows.
         ready: number of the last backward pass that brought its gradient.
     """
 
-    __slots__ = ("arrival", "name", "nbytes", "parameter", "ready", "view")
+    __slots__ = ("arrival", "name", "nbytes", "parameter", "part", "ready", "view")
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, arrival: Arrival, view: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        arrival: Arrival,
+        view: torch.Tensor | None,
+        part: tuple[int, int],
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.arrival = arrival
         self.view = view
         self.nbytes = 0 if view is None else view.nbytes
+        self.part = part
         self.ready = -1
 
 
@@ -119,9 +130,10 @@ class Arrival:
         gathers = gathers and bucket.gradients is not None
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
         self.bucket = bucket
+        parts = zip(bucket.offsets, (*bucket.offsets[1:], bucket.numel), strict=True)
         self.slots = [
-            Slot(name, parameter, self, view)
-            for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
+            Slot(name, parameter, self, view, part)
+            for name, parameter, view, part in zip(bucket.names, bucket.parameters, views, parts, strict=True)
         ]
         self.pending = len(self.slots)
         self.fusion = bucket.fusion
@@ -144,23 +156,39 @@ class Arrival:
     def gather(self) -> None:
         """Put the gradients that are waiting into the bucket."""
         waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
-        parameters, gradients, views = [], [], []
+        scale, dtype = self.scale, self.bucket.dtype
+        moved, gradients, views, parts = [], [], [], []
         for slot in waiting:
             gradient, view = slot.parameter.grad, slot.view
             assert view is not None
             if gradient is not view:
                 if gradient is None or gradient.layout is not torch.strided:
                     raise unusable(slot.name, gradient)
-                parameters.append(slot.parameter)
+                moved.append(slot)
+                if scale is not None and (slot.nbytes > _SMALL_BYTES or gradient.dtype is not dtype):
+                    torch.mul(gradient, scale, out=view)
+                    continue
                 gradients.append(gradient)
                 views.append(view)
-            elif self.scale is not None:
-                view.mul_(self.scale)
-        if self.scale is not None:
-            for gradient, view in zip(gradients, views, strict=True):
-                torch.mul(gradient, self.scale, out=view)
-        elif views:
+            parts.append(slot.part)
+        if views:
             torch._foreach_copy_(views, gradients)
+        if scale is not None and self.bucket.gradients is not None:
+            for first, stop in _runs(parts):
+                self.bucket.gradients[first:stop].mul_(scale)
         if self.fusion:
-            for parameter, view in zip(parameters, views, strict=True):
-                parameter.grad = view
+            for slot in moved:
+                slot.parameter.grad = slot.view
+
+
+def _runs(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same parts of flat memory, those that follow each other as one."""
+    first = stop = 0
+    for begin, end in parts:
+        if begin != stop:
+            if stop > first:
+                yield first, stop
+            first = begin
+        stop = end
+    if stop > first:
+        yield first, stop

@@ -278,6 +278,8 @@ class Reducer:
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
 
+        The exchange of the last bucket may wait for ``mark_on_complete``.
+
         Raises:
             ConfigurationError: its gradient was there before in the same backward pass, or it is no parameter of the
                 module.

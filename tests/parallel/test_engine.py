@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import doctest
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +40,10 @@ from bagua.buckets import Bucket, form_buckets, padded_numel
 from bagua.comm import ProcessGroup, RankKilled, solo_group
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.formation import Formation
+from bagua.engine.gradients import Arrival
 from bagua.engine.hooks import tensors_in
 from bagua.engine.options import EngineOptions
-from bagua.engine.schedule import lanes
+from bagua.engine.schedule import lanes, scheduler
 from bagua.engine.schedule.courses import Clock, Course, memory_for
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
@@ -610,6 +613,76 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
             torch.testing.assert_close(parameter.grad, factor * (local[0] + local[1]))
             assert parameter.grad is views[name]
     assert gathered == [["1.weight", "1.bias", "2.weight", "2.bias"]] * 2
+
+
+@given(st.lists(st.sampled_from([1, 17, 5000]), min_size=1, max_size=6), st.data())
+def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, data):
+    names, parameters = map(str, range(len(sizes))), [nn.Parameter(torch.zeros(size)) for size in sizes]
+    bucket = Bucket(0, [*names], parameters, solo_group().global_communicator)
+    bucket.allocate_gradients()
+    arrival = Arrival(bucket, gathers=True)
+    arrival.begin(0.3)
+    gradients = [torch.randn(size) for size in sizes]
+    for slot, gradient in zip(arrival.slots, gradients, strict=True):
+        slot.parameter.grad = slot.view.copy_(gradient) if data.draw(st.booleans()) else gradient.clone()
+    slots, cut = data.draw(st.permutations(arrival.slots)), data.draw(st.integers(0, len(sizes)))
+    for arrival.waiting in (slots[:cut], slots[cut:]):
+        arrival.gather()
+    for slot, gradient in zip(arrival.slots, gradients, strict=True):
+        assert slot.parameter.grad is slot.view
+        assert torch.equal(slot.view, gradient * torch.tensor(0.3))
+
+
+class Last(torch.autograd.Function):
+    """The part of a backward pass that comes after all gradients of the model."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        context.act = act
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context.act()
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class Watched(How):
+    """A sum whose start is told."""
+
+    started: Callable[[], None] = field(repr=False)  # Ranks compare what they show.
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        self.started()
+        group.global_communicator.allreduce(flight.flat)
+
+
+@on_ranks(2)
+def test_the_last_bucket_waits_for_the_end_of_a_pass_that_ends_soon_and_needs_no_thread(monkeypatch):
+    """One bucket is ready before the pass is over. Whether passes go on for long is found out in each of them."""
+    seen: list[object] = []
+    started = threading.Event()
+    here = threading.get_ident()
+
+    def note() -> None:
+        seen.append("here" if threading.get_ident() == here else "in a thread")
+        started.set()
+
+    def rest(ahead: bool) -> None:
+        if ahead:
+            assert started.wait(60)
+        seen.append("rest")
+
+    sums = Algorithm.of(Exchange(Gradients(), Every(), Watched(note), Replace()))
+    model = mlp()
+    wrapped = OverlappingWrapper(model, sgd(model.parameters()), algorithm=sums)
+    for step, rest_s in enumerate((60.0, 60.0, 0.0, 60.0, 60.0)):
+        bagua.comm.barrier()  # Ranks are threads of one process.
+        monkeypatch.setattr(scheduler, "_REST_S", rest_s)
+        started.clear()
+        wrapped(Last.apply(torch.ones(6, 8, requires_grad=True), partial(rest, step == 3))).sum().backward()
+    assert seen == ["rest", "here"] * 3 + ["in a thread", "rest"] + ["rest", "here"]
 
 
 class Opaque:

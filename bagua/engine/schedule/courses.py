@@ -97,6 +97,7 @@ class Course:
         others: courses that start and are folded with this one, in the first of a part; none by arrival.
         flights: under way, in the order of their starts.
         due: True if it starts in this step.
+        blocks: True if nothing is computed between its start and its end.
         gathering_scale: factor on gradients, by which they are multiplied when they are gathered; None where the factor
             is on what is made of them.
     """
@@ -138,6 +139,7 @@ class Course:
         self._multiplies = what is not None and not gathered and self._scale != 1.0
         self._from_anchor = "anchor" in exchange.needs
         self._at_once = exchange.at_once
+        self.blocks = False
         self._awaited = self._at_once or (lane is not None and lane.thread is not None)
         self._delays = self._sent_by is None and self._at_once and self._from_anchor and self._scale == 1.0
         self._settles = how is not None and bool(memory.declared)
@@ -195,9 +197,9 @@ class Course:
             run = functools.partial(self._sent_by.run, flight, lane.group)
             if lane.recorder.trace is not None or profiling():
                 name = " ".join(filter(None, ("exchange", self.label, f"of bucket {self.bucket.index}")))
-                flight.wait = shown(name, lane, run, self.bucket)
+                flight.wait = shown(name, lane, run, self.bucket, blocks=self.blocks)
             else:
-                flight.wait = lane.run(run, self.bucket)
+                flight.wait = lane.run(run, self.bucket, blocks=self.blocks)
         self.flights.append(flight)
 
     def _flight(self, clock: Clock) -> Flight:
@@ -224,7 +226,7 @@ class Course:
             what=self.exchange.what,
             prepared=self._prepared,
             wait=nothing,
-            awaited=self._awaited,
+            awaited=self._awaited or self.blocks,
         )
 
     def returned(self, saved: Mapping[str, Any]) -> Flight:

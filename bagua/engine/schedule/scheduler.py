@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,12 @@ from bagua.engine.schedule.courses import Clock, Course, follows_gradients, gath
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
 from bagua.engine.state.saving import Remembered, collect, cut, followed, key_of, restore
 from bagua.primitives import State
+
+#: Points at which an exchange of a bucket may end before the optimizers step.
+_IN_PASS = (*OF_BUCKETS, "backward ends")
+#: The last bucket waits for the end of a backward pass if the last pass went on for less than this after its bucket:
+#: an exchange would overlap with next to nothing, and to hand it to another thread takes as long.
+_REST_S = 200e-6
 
 
 class _Agenda:
@@ -133,6 +140,11 @@ class Scheduler:
         self.has_safe_points = "safe" in self._agendas
         of_each = [[one for one in first if one.bucket is bucket] for bucket in self.buckets]
         self._of_buckets = [[agenda for point in OF_BUCKETS if (agenda := _Agenda(point, here))] for here in of_each]
+        last = [one for one in (of_each or [[]])[-1] if one.exchange.at in OF_BUCKETS]
+        inside = all(one.exchange.lag == 0 and one.exchange.until in _IN_PASS for one in last)
+        #: The exchanges of the last bucket, if they may wait for the end of the pass, whether they do, and since when.
+        self._last = last if inside and not any(one.bucket.device.type == "cuda" for one in last) else []
+        self._held, self._ready_at = bool(self._last), 0.0
         self._sometimes = [one for one in first if one.exchange.when.steps > 1]
         self._from_anchor = any("anchor" in one.needs for one in exchanges)
         self._gathering = [one for one in first if one.bucket.by_arrival and "gradients" in one.exchange.needs]
@@ -355,9 +367,19 @@ class Scheduler:
                 self._begun = True
                 self._reach("backward begins", self.clock)
             while self.launched < len(self._arrivals) and self._arrivals[self.launched].pending == 0:
+                if self.launched == len(self._arrivals) - 1 and self._holds_last(everything):
+                    return
                 self.launched += 1
                 for agenda in self._of_buckets[self.launched - 1]:
                     self._go_through(agenda, self.clock)
+
+    def _holds_last(self, ended: bool) -> bool:
+        """Whether the last bucket, which is complete, waits for the end of the pass."""
+        for one in self._last:
+            one.blocks = ended
+        if not ended:
+            self._ready_at = time.perf_counter()
+        return self._held and not ended
 
     def _reach(self, point: Point, clock: Clock) -> None:
         if point in self._agendas:
@@ -404,6 +426,7 @@ class Scheduler:
     def complete(self) -> None:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
         self.active = False
+        self._held = bool(self._last) and time.perf_counter() - self._ready_at < _REST_S
         self.launch_ready(everything=True)
         self._reach("backward ends", self.clock)
         if "stepped" in self._agendas:
