@@ -380,6 +380,17 @@ def test_closing_ends_the_call_that_another_thread_waits_for(
     assert f"{kind}(" in str(error.call)
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_two_ranks_get_the_bits_of_one_of_two_that_are_no_numbers(op: ReduceOp.RedOpType) -> None:
+    def job(comm: Communicator) -> torch.Tensor:
+        tensor = torch.full((8,), 0x7FC00001 + comm.rank, dtype=torch.int32).view(torch.float32)
+        comm.allreduce(tensor, op)
+        return tensor.view(torch.int32)
+
+    first, second = values(run_on_gloo(2, job))
+    assert torch.equal(first, second)
+
+
 def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:
     def job(comm: Communicator) -> int:
         received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None

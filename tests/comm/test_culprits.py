@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -188,6 +189,33 @@ def test_all_survivors_name_the_rank_that_died(backend: str, hosts: list[int], m
         for rank in {*when.told} - {victim}:
             assert outcomes[rank].error is None, outcomes[rank].trace
             check_the_dead(outcomes[rank].value, victim, rank)
+
+
+def while_it_is_sent_to(kind: str) -> PeerLostError:
+    """Rank 0 is stopped when it has asked for its part, and killed when rank 1 is sending that."""
+    comm, half = communicator(), 4_000_000
+    (other, _), data = comm.allgather_object(os.getpid()), torch.ones(2 * half)
+    if comm.rank == 1:
+        time.sleep(0.2)
+        os.kill(other, signal.SIGSTOP)
+        threading.Timer(0.2, os.kill, [other, signal.SIGKILL]).start()
+    with pytest.raises(PeerLostError) as caught:
+        if kind == "broadcast":
+            comm.broadcast(data, 1, timeout=600.0)
+        elif kind == "sendrecv":
+            comm.sendrecv(torch.zeros(2 * half), data, 1 - comm.rank, 1 - comm.rank, timeout=600.0)
+        else:
+            comm.alltoall_v(torch.zeros(2 * half), data, [half, half], [half, half], timeout=600.0)
+    bagua.comm.destroy_process_group()
+    return caught.value
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["broadcast", "sendrecv", "alltoall_v"])
+def test_a_rank_that_dies_while_it_is_sent_to_is_noticed_long_before_the_deadline(kind: str) -> None:
+    outcomes = ProcessRanks(2, backend="gloo").outcomes(while_it_is_sent_to, kind, size=2)
+    assert outcomes[1].error is None, outcomes[1].trace
+    check_the_dead(outcomes[1].value, 0, 1)
 
 
 def after_the_host_of_the_store(port: int, backend: str) -> PeerLostError:

@@ -47,6 +47,8 @@ from bagua.errors import (
 ATTENDANCE_S = 0.6
 #: How long one round of connections may take. Ranks that are alive answer in one round trip.
 _ROUND_S = 0.3
+#: What had come before the last connection closed was taken in by so much later.
+_CLOSED_S = 1.0
 #: Connections that are open at a time.
 _BATCH = 128
 #: A notice is cut to this; one write of so few bytes never blocks.
@@ -379,13 +381,17 @@ class FailureFinder:
         membership: the ranks. Building this is collective among them.
         disconnect: closes all connections of the transport, so that calls under way end here and on the peers; runs
             once, in any thread, and raises nothing.
+        cut_off: whether no connection is left: a call that is not over a little later never will be.
 
     Raises:
         TransportUnavailableError: the system gives no socket.
         CollectiveTimeoutError: some ranks never came; ``peers`` names them.
     """
 
-    def __init__(self, membership: Membership, disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self, membership: Membership, disconnect: Callable[[], None], cut_off: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._cut_off, self._closed_at = cut_off, 0.0
         self._membership = membership
         self.judge = membership.judge
         self._disconnect = disconnect
@@ -434,8 +440,9 @@ class FailureFinder:
         return ended_error(self._cause, self._global_rank)
 
     def peers_left(self) -> bool:
-        """Whether a peer sent a notice of why it left."""
-        return self._mailbox.cause() is not None
+        """Whether a peer sent a notice of why it left, or the last connection closed a while ago."""
+        closed_at = self._closed_at = (self._closed_at or time.monotonic()) if self._cut_off() else 0.0
+        return self._mailbox.cause() is not None or 0.0 < closed_at < time.monotonic() - _CLOSED_S
 
     def warn_of(self, wait: LongWait) -> None:
         """Say for whom this rank waits. Which of them has not come is not known."""

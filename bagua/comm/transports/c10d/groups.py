@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import time
 from abc import ABC, abstractmethod
@@ -81,6 +82,11 @@ def _inode(descriptor: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
+def _listens(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 _ARITHMETIC = ("sum", "product", "min", "max")
@@ -124,6 +130,10 @@ class BackendGroup(ABC):
     def break_connections(self) -> None:
         """Make calls that are under way end with an error, here and on the peers. Quick."""
 
+    def cut_off(self) -> bool:
+        """Whether it is known that no connection is left."""
+        return False
+
     def close(self) -> None:
         """Drop torch's object."""
         self.group = None
@@ -144,6 +154,7 @@ class GlooGroup(BackendGroup):
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
         reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS) | _pairs(_BITWISE, _INTEGERS),
         messages_from_bytes=64 * 1024,
+        pairs_to_bytes=1024 * 1024,
         any_source=True,
     )
     # Gloo's own threads work on a started call. Handing it to a Python thread first costs 2 to 10 % of a step.
@@ -162,7 +173,12 @@ class GlooGroup(BackendGroup):
         group = dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
         # One to each peer, and one where Gloo listened for them.
         self._sockets: tuple[OpenSocket, ...] = opened_since(before, membership.size)
+        self._connections = [one for one in self._sockets if not _listens(one[0])]
         return group
+
+    def cut_off(self) -> bool:
+        """Gloo closes what broke, and does not tell a call that sends: of its own that would wait for its deadline."""
+        return bool(self._connections) and all(_inode(one) != inode for one, inode in self._connections)
 
     def disown(self) -> None:
         super().disown()

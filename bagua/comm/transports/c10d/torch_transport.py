@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.lifetime.background import beside
 from bagua.comm.lifetime.forks import family, forked_error, run_all
 from bagua.comm.long_wait import LongWait
 from bagua.comm.reduction import copy_pieces
@@ -78,7 +79,9 @@ class C10dTransport(Transport):
         self._outstanding: deque[C10dHandle] = deque()
         self._sweep_at = _SWEEP_AT
         self._channels: dict[str, _Channel] = {}
-        self.failures = FailureFinder(membership, functools.partial(_disconnect, self._channels))
+        self.failures = FailureFinder(
+            membership, functools.partial(_disconnect, self._channels), functools.partial(_cut_off, self._channels)
+        )
         try:
             for device_type, name in split_name(backend).items():
                 self._add_channel(device_type, self._create_group(name))
@@ -235,16 +238,18 @@ class C10dTransport(Transport):
                 return
             self._closed = True
         pending = [handle for handle in list(self._outstanding) if not handle.is_completed()]
+        broken = self.failures.broken
         self.failures.end(under_way=bool(pending))
         for handle in list(self._outstanding):
             handle.discard(self.failures.ended())
         self._outstanding.clear()
-        self._waiters.stop()
         self.failures.close()
-        for channel in set(self._channels.values()):
-            channel.group.close()
+        channels = list(set(self._channels.values()))
         self._channels.clear()
         self._cpu = self._default = None  # type: ignore[assignment]
+        release = functools.partial(_release, channels, self._waiters)
+        if not (broken and beside(release)):
+            release()
         _living.discard(self)
 
     def disown(self) -> None:
@@ -259,10 +264,21 @@ class C10dTransport(Transport):
             channel.group.disown()
 
 
+def _release(channels: list[_Channel], waiters: Waiters) -> None:
+    """Drop torch's objects. One that sends to a peer that is lost may wait for it until the deadline of the call."""
+    waiters.stop()
+    while channels:
+        channels.pop().group.close()
+
+
 def _disconnect(channels: dict[str, _Channel]) -> None:
     """Not a bound method: a cycle would keep torch's objects alive until the next garbage collection."""
     for channel in set(channels.values()):
         channel.group.break_connections()
+
+
+def _cut_off(channels: dict[str, _Channel]) -> bool:
+    return any(channel.group.cut_off() for channel in list(channels.values()))
 
 
 def c10d_refusal(backend: str, others: Iterable[str] = ()) -> TransportUnavailableError | None:
