@@ -242,7 +242,7 @@ def test_connections_close_though_no_notice_leaves(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Mailbox, "tell", no_memory)
     ended: list[str] = []
-    finder = FailureFinder(membership(HashStore(), 0, 1), lambda: ended.append("disconnected"))
+    finder = FailureFinder(membership(HashStore(), 0, 1), lambda: ended.append("disconnected"), bool)
     with pytest.raises(MemoryError):
         finder.abort("it had enough")
     assert ended == ["disconnected"]

@@ -267,7 +267,7 @@ def host(monkeypatch):
         lambda store: gather_values(store, "subject", 1, (0, 1), "here", 0.05),
         lambda store: consult(store, "subject", 1, 1, (0, 1), "here", sum, 0.05),
         lambda store: fresh(store, 1, (0, 1), 0.05),
-        lambda store: FailureFinder(Membership(store, 1, (0, 1), (0, 0), 0.05), lambda: None),
+        lambda store: FailureFinder(Membership(store, 1, (0, 1), (0, 0), 0.05), lambda: None, bool),
     ],
     ids=["gather_values", "consult", "fresh", "failure finder"],
 )

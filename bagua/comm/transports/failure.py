@@ -117,8 +117,7 @@ class Mailbox:
         self._addresses: dict[int, _Address] = {}
         #: Hosts whose mailboxes were reached once: elsewhere a refusal proves nothing.
         self._reached: set[int] = set()
-        self._heard: set[int] = set()
-        self._late: set[int] = set()
+        self._heard, self._late = set[int](), set[int]()
         self._cause: Cause | None = None
         self._reading = threading.Lock()
         self._letters: list[tuple[socket.socket, bytearray]] = []
@@ -167,8 +166,8 @@ class Mailbox:
             cause: why, if that is known.
             late: this rank came when others had given up.
         """
-        notice = json.dumps({"rank": self._membership.rank, "cause": cause and _shortened(cause), "late": late})
-        self._reach(self._others, notice.encode())
+        content = {"rank": self._membership.rank, "cause": cause and _shortened(cause), "late": late}
+        self._reach(self._others, json.dumps(content).encode())
 
     def cause(self) -> Cause | None:
         """What the first notice with a cause says. Does not wait."""
@@ -255,11 +254,10 @@ class Mailbox:
             For each rank whether it answered; None if no rank said anything.
         """
         answers: dict[int, bool | None] = {}
-        ranks = list(ranks)
-        deadline = time.monotonic() + _ROUND_S
+        ranks, deadline = list(ranks), time.monotonic() + _ROUND_S
         for start in range(0, len(ranks), _BATCH):
-            batch = ranks[start : start + _BATCH]
-            answers |= _Round({rank: self._addresses.get(rank) for rank in batch}, notice).run(deadline)
+            batch = {rank: self._addresses.get(rank) for rank in ranks[start : start + _BATCH]}
+            answers |= _Round(batch, notice).run(deadline)
         return answers
 
     # The end.
@@ -366,8 +364,8 @@ def _addresses_of_ipv6(interface: str | None) -> list[str]:
 
 
 def _shortened(cause: Cause) -> Cause:
-    encoded = cause.reason.encode(errors="backslashreplace")
-    return cause._replace(reason=encoded[: _NOTICE_BYTES // 4].decode(errors="ignore"))
+    encoded = cause.reason.encode(errors="backslashreplace")[: _NOTICE_BYTES // 4]
+    return cause._replace(reason=encoded.decode(errors="ignore"))
 
 
 #: What is known of a rank that refuses connections.
@@ -388,13 +386,10 @@ class FailureFinder:
         CollectiveTimeoutError: some ranks never came; ``peers`` names them.
     """
 
-    def __init__(
-        self, membership: Membership, disconnect: Callable[[], None], cut_off: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._cut_off, self._closed_at = cut_off, 0.0
+    def __init__(self, membership: Membership, disconnect: Callable[[], None], cut_off: Callable[[], bool]) -> None:
         self._membership = membership
         self.judge = membership.judge
-        self._disconnect = disconnect
+        self._disconnect, self._cut_off, self._closed_at = disconnect, cut_off, 0.0
         self._global_rank = membership.ranks[membership.rank]
         # A signal handler may abort or close in the middle of either.
         self._lock = threading.RLock()

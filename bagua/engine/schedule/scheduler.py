@@ -18,6 +18,7 @@ from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Clock, Course, follows_gradients, gathers, memory_for, put_together
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
 from bagua.engine.state.saving import Remembered, collect, cut, followed, key_of, restore
+from bagua.errors import CommunicatorClosedError
 from bagua.primitives import State
 
 #: Points at which an exchange of a bucket may end before the optimizers step.
@@ -427,7 +428,11 @@ class Scheduler:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
         self.active = False
         self._held = bool(self._last) and time.perf_counter() - self._ready_at < _REST_S
-        self.launch_ready(everything=True)
+        try:
+            self.launch_ready(everything=True)
+        except CommunicatorClosedError:
+            self.settle()  # An exchange that failed before knows why.
+            raise
         self._reach("backward ends", self.clock)
         if "stepped" in self._agendas:
             self._owe(self._agendas["stepped"])
