@@ -28,6 +28,7 @@ from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelt
 from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
 from bagua.comm.transports.contract import Membership
 from bagua.errors import (
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
     CommunicatorClosedError,
@@ -389,6 +390,22 @@ def test_two_ranks_get_the_bits_of_one_of_two_that_are_no_numbers(op: ReduceOp.R
 
     first, second = values(run_on_gloo(2, job))
     assert torch.equal(first, second)
+
+
+def test_a_sum_with_fewer_elements_of_the_other_rank_is_refused() -> None:
+    """Gloo ends the process of that rank, and takes on this one what came."""
+
+    class Short:
+        def alltoall_base(self, output: torch.Tensor, sent: torch.Tensor, *_: object) -> None:
+            output[: len(sent) - 2].copy_(sent[2:])
+
+    tensor = torch.ones(5)
+    call = Call("allreduce", 1, torch.float32, 5, "sum")
+    _, add = Lowering(Short(), 0, 2, GlooGroup.abilities).start(call, tensor, tensor, 1.0)
+    assert add is not None
+    with pytest.raises(CollectiveMismatchError, match="fewer elements on the other rank"):
+        add()
+    assert torch.equal(tensor, torch.ones(5))
 
 
 def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from bagua.comm.call import KINDS, POINT_TO_POINT, Call
 from bagua.comm.reduction import OPERATIONS, divide, fold
 from bagua.comm.torch_private import end_coalescing, method_of, source_rank, start_coalescing
+from bagua.errors import CollectiveMismatchError
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,9 +136,23 @@ class Lowering:
     def _sum_of_two(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
         options = self._prepared("alltoall", dist.AllToAllOptions, timeout_s)
         mine = flattened(target)
-        theirs = torch.empty_like(mine)
-        counts, parts = ([0, len(mine)], [mine, theirs]) if self._rank == 0 else ([len(mine), 0], [theirs, mine])
-        return (self._all_to_all(theirs, mine, counts, counts, options),), lambda: fold(parts, call.reduction, mine)
+        # One more element, a one, shows that the other rank sends as many: Gloo takes fewer without a word.
+        sent = torch.cat((mine, mine.new_ones(1)))
+        received = torch.zeros_like(sent)
+        counts = [0, len(sent)] if self._rank == 0 else [len(sent), 0]
+
+        def add() -> None:
+            if received[-1] != 1:
+                raise CollectiveMismatchError(
+                    "ranks disagree on what they are doing",
+                    expected=f"{call} on both ranks",
+                    seen="fewer elements on the other rank",
+                    advice="All ranks must make the same calls, in the same order, with the same dtype and size.",
+                )
+            theirs = received[:-1]
+            fold([mine, theirs] if self._rank == 0 else [theirs, mine], call.reduction, mine)
+
+        return (self._all_to_all(received, sent, counts, counts, options),), add
 
     def _allreduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
         reduction, dtype = call.reduction, target.dtype
