@@ -11,6 +11,7 @@ from bagua.algorithms.exchanges.exchange import *
 from bagua.algorithms.exchanges.exchange import differ_between_ranks as differ_between_ranks
 from bagua.algorithms.exchanges.fields import *
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS
+from bagua.algorithms.exchanges.fields import OF_GRADIENTS as OF_GRADIENTS
 from bagua.algorithms.exchanges.fields import POINTS as POINTS
 from bagua.algorithms.exchanges.fields import Point as Point
 from bagua.algorithms.exchanges.outer import *

@@ -14,7 +14,16 @@ from typing import Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, How, Point, Then, What
+from bagua.algorithms.exchanges.fields import (
+    LEAST_CONTRACTION,
+    OF_BUCKETS,
+    OF_GRADIENTS,
+    POINTS,
+    How,
+    Point,
+    Then,
+    What,
+)
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.membership import Pace
@@ -156,9 +165,6 @@ class Parts:
 ALL_BY_ARRIVAL = Parts()
 
 
-#: Points at which gradients are sent, and replaced.
-_OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
-
 #: What nothing may be missing of; of a change of it some may.
 _IN_FULL = {"weights", "buffers"}
 
@@ -248,11 +254,11 @@ class Exchange:
         if self.how is not None and self.what is None:
             raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
         for point, touches in ((at, "gradients" in self.needs), (until, "gradients" in self.writes)):
-            if touches and point not in _OF_GRADIENTS:
+            if touches and point not in OF_GRADIENTS:
                 raise ConfigurationError(
                     f"the gradients of a step are not there, or of no use any more, at {point!r}",
                     argument="at" if point == at else "until",
-                    expected=" or ".join(map(repr, _OF_GRADIENTS)),
+                    expected=" or ".join(map(repr, OF_GRADIENTS)),
                     seen=repr(point),
                 )
         _check_states(self)

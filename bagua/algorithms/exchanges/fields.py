@@ -24,6 +24,8 @@ Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "ba
 POINTS: tuple[Point, ...] = get_args(Point)
 #: Points that each bucket reaches by itself.
 OF_BUCKETS: tuple[Point, ...] = ("bucket ready", "bucket stepped")
+#: Points at which gradients are sent, and replaced: before the optimizers step.
+OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 #: What must be kept at least of the square of any block, where weights become what was sent.
 LEAST_CONTRACTION = 0.5
 

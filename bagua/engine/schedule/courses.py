@@ -195,11 +195,13 @@ class Course:
             flight.flat.mul_(flight.scale)
         if self._sent_by is not None and lane is not None:
             run = functools.partial(self._sent_by.run, flight, lane.group)
+            here = self.blocks and lane.thread is not None and lane.thread.idle()
+            start = functools.partial(Lane.run, lane) if here else lane.run
             if lane.recorder.trace is not None or profiling():
                 name = " ".join(filter(None, ("exchange", self.label, f"of bucket {self.bucket.index}")))
-                flight.wait = shown(name, lane, run, self.bucket, blocks=self.blocks)
+                flight.wait = shown(name, lane, start, run, self.bucket)
             else:
-                flight.wait = lane.run(run, self.bucket, blocks=self.blocks)
+                flight.wait = start(run, self.bucket)
         self.flights.append(flight)
 
     def _flight(self, clock: Clock) -> Flight:

@@ -50,14 +50,8 @@ class Lane:
         self.group, self.recorder = group, group.recorder
         self.at_work: Bucket | None = None
 
-    def run(self, exchange: Run, bucket: Bucket | None = None, *, blocks: bool = False) -> Wait:  # noqa: ARG002
-        """Start ``exchange``, of ``bucket``; the returned function waits for its end and raises its error.
-
-        Args:
-            exchange: communicates.
-            bucket: what is exchanged.
-            blocks: True if the caller has nothing to compute meanwhile: no other thread is needed.
-        """
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
+        """Start ``exchange``, of ``bucket``; the returned function waits for its end and raises its error."""
         self.at_work = bucket
         work = exchange()
         return nothing if work is None else work.wait
@@ -81,10 +75,8 @@ class ThreadLane(Lane):
         self._device = device
         self.thread = BackgroundThread(f"bagua-{group.label}")
 
-    def run(self, exchange: Run, bucket: Bucket | None = None, *, blocks: bool = False) -> Wait:
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Queue ``exchange``."""
-        if blocks and self.thread.idle():
-            return super().run(exchange, bucket)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def complete() -> None:
@@ -123,7 +115,7 @@ class StreamLane(Lane):
         self._device = device
         self._stream = _communication_stream(device)
 
-    def run(self, exchange: Run, bucket: Bucket | None = None, *, blocks: bool = False) -> Wait:  # noqa: ARG002
+    def run(self, exchange: Run, bucket: Bucket | None = None) -> Wait:
         """Issue ``exchange`` behind everything that the current stream was given so far."""
         self.at_work = bucket
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -275,15 +267,15 @@ def _takes_turns(exchange: Exchange, lanes: dict[torch.device, list[Lane]], buck
     return bool(threads) and threads[0].group.global_communicator.overlaps
 
 
-def shown(name: str, lane: Lane, exchange: Run, bucket: Bucket, *, blocks: bool) -> Wait:
+def shown(name: str, lane: Lane, start: Callable[[Run, Bucket], Wait], exchange: Run, bucket: Bucket) -> Wait:
     """Start an exchange so that timeline and profiler show it.
 
     Args:
         name: name of the exchange and its bucket.
         lane: lane that runs it.
+        start: ``run`` of the lane, or of one without a thread.
         exchange: communicates, in whatever thread that happens.
         bucket: bucket that is exchanged.
-        blocks: see ``Lane.run``.
 
     Returns:
         What waits for its end.
@@ -298,7 +290,7 @@ def shown(name: str, lane: Lane, exchange: Run, bucket: Bucket, *, blocks: bool)
             recorder.span(f"run {name}", running, track="work", group=lane.group.label)
 
     begun = recorder.clock()
-    inner = _in_range(name, lambda: lane.run(run, bucket, blocks=blocks))
+    inner = _in_range(name, lambda: start(run, bucket))
 
     def wait() -> None:
         waiting = recorder.clock()

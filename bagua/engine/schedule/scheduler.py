@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import OF_BUCKETS, POINTS, Exchange, Flight, How, Model, Parts, Point
+from bagua.algorithms import OF_BUCKETS, OF_GRADIENTS, POINTS, Exchange, Flight, How, Model, Parts, Point
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
@@ -21,8 +21,6 @@ from bagua.engine.state.saving import Remembered, collect, cut, followed, key_of
 from bagua.errors import CommunicatorClosedError
 from bagua.primitives import State
 
-#: Points at which an exchange of a bucket may end before the optimizers step.
-_IN_PASS = (*OF_BUCKETS, "backward ends")
 #: The last bucket waits for the end of a backward pass if the last pass went on for less than this after its bucket:
 #: an exchange would overlap with next to nothing, and to hand it to another thread takes as long.
 _REST_S = 200e-6
@@ -142,7 +140,7 @@ class Scheduler:
         of_each = [[one for one in first if one.bucket is bucket] for bucket in self.buckets]
         self._of_buckets = [[agenda for point in OF_BUCKETS if (agenda := _Agenda(point, here))] for here in of_each]
         last = [one for one in (of_each or [[]])[-1] if one.exchange.at in OF_BUCKETS]
-        inside = all(one.exchange.lag == 0 and one.exchange.until in _IN_PASS for one in last)
+        inside = all(one.exchange.lag == 0 and one.exchange.until in OF_GRADIENTS for one in last)
         #: The exchanges of the last bucket, if they may wait for the end of the pass, whether they do, and since when.
         self._last = last if inside and not any(one.bucket.device.type == "cuda" for one in last) else []
         self._held, self._ready_at = bool(self._last), 0.0
