@@ -453,6 +453,9 @@ def shortened(model: nn.Sequential) -> None:
         pytest.param(replaced, "0.weight", id="replaced"),
         pytest.param(lambda model: model[2].bias.requires_grad_(True), "2.bias", id="unfrozen"),
         pytest.param(lambda model: model.append(nn.Linear(4, 4)), "added", id="added"),
+        pytest.param(
+            lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(1))), "added", id="in the place of None"
+        ),
         pytest.param(nn.Module.double, "0.weight", id="of another type"),
         pytest.param(moved, "0.bias", id="moved"),
         pytest.param(
@@ -464,6 +467,7 @@ def shortened(model: nn.Sequential) -> None:
 )
 def test_what_is_a_difference_from_the_model_that_was_wrapped(change, told):
     model = mlp()
+    model[1].register_parameter("scale", None)
     model[2].bias.requires_grad_(False)
     registration = Registration(model)
     assert registration.difference() is None

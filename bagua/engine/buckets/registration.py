@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -113,10 +114,12 @@ class Registration:
                     name = f"{prefix}.{key}" if prefix else key
                     if held is not None and name not in self._ignored:
                         self._places.append(_Place(table, key, name, held))
-        self._sizes = [len(table) for table in self._tables]
-        self._holders = [place.table for place in self._places]
-        self._keys = [place.key for place in self._places]
-        self._contents = [place.held for place in self._places]
+        self._sizes = list(map(len, self._tables))
+        self._contents = list(self._held_now())
+
+    def _held_now(self) -> Iterable[Any]:
+        """What the tables hold, in their order."""
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def remember_storages(self) -> None:
         """Take the present storages of the parameters as the right ones."""
@@ -154,7 +157,7 @@ class Registration:
             and list(map(torch.Tensor.data_ptr, self.parameters)) == self._pointers
             and list(map(torch.Tensor.numel, self.parameters)) == self._numels
             and list(map(len, self._tables)) == self._sizes
-            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._contents))
+            and all(map(operator.is_, self._held_now(), self._contents))
         ):
             return None
         if self._are_borrowed() or not self._has_changed():
