@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from bagua import errors
+from bagua.comm import addresses
 from bagua.comm.transports import failure as c10d_notices
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import Cause, FailureFinder, Findings, Mailbox, ended_error, lost_error
@@ -162,7 +163,7 @@ def test_no_socket_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(c10d_notices, "_listen", refuse)
+    monkeypatch.setattr(c10d_notices, "listen", refuse)
     with pytest.raises(errors.TransportUnavailableError, match="Too many open files"):
         Mailbox(membership(HashStore(), 0))
 
@@ -265,8 +266,8 @@ def test_a_host_without_ipv4_has_an_address_of_ipv6(
     monkeypatch.setattr(socket, "gethostbyname", no_ipv4)
     found = ["::1", "fe80::1%eth0", "fd00::8"]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(10, 1, 6, "", (host, 0, 0, 0)) for host in found])
-    monkeypatch.setattr(c10d_notices, "_listen", listen)
-    assert c10d_notices.own_address() == expected
+    monkeypatch.setattr(addresses, "listen", listen)
+    assert addresses.own_address() == expected
 
 
 def test_the_addresses_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,9 +278,9 @@ def test_the_addresses_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch, 
         "fd000000000000000000000000000009 03 40 00 80     eth1",
     ]
     (tmp_path / "if_inet6").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(c10d_notices, "Path", lambda _: tmp_path / "if_inet6")
-    assert c10d_notices._addresses_of_ipv6("eth0") == ["fd00::8"]
-    assert c10d_notices._addresses_of_ipv6("lo") == []
+    monkeypatch.setattr(addresses, "Path", lambda _: tmp_path / "if_inet6")
+    assert addresses._addresses_of_ipv6("eth0") == ["fd00::8"]
+    assert addresses._addresses_of_ipv6("lo") == []
 
 
 #: What C++ says when it kills the process at exit.

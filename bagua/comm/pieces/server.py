@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError
 
+from bagua.comm.addresses import own_address
 from bagua.comm.lifetime.background import daemon
 from bagua.comm.lifetime.forks import family
 from bagua.comm.objects import Memory
 from bagua.comm.store.bucket import ObjectBucket, quoted
-from bagua.comm.transports.failure import own_address
 
 #: Small enough that a source that is lost costs little, large enough that asking costs nothing.
 PIECE_BYTES = 4 * 1024 * 1024

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua import env
+from bagua.comm.addresses import advice_on_interfaces, own_address
 from bagua.comm.call import Call
 from bagua.comm.group import ProcessGroup
 from bagua.comm.pieces.fetching import PhaseDeadline
@@ -31,7 +32,6 @@ from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals, refuse_together
 from bagua.comm.store.keys import behind_token, bounded
 from bagua.comm.transports.contract import DONE, Data, Handle, Transport
-from bagua.comm.transports.failure import advice_on_interfaces, own_address
 from bagua.comm.transports.registry import backend_refusal, register_transport
 from bagua.comm.transports.shm.attach import host_identity
 from bagua.comm.transports.shm.transport import shm_refusal, shm_unsupported

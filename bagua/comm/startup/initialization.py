@@ -15,6 +15,7 @@ from typing_extensions import Never
 
 from bagua import env
 from bagua.checks import check_kind
+from bagua.comm.addresses import advice_on_interfaces, own_address
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import Place, observers
@@ -24,7 +25,6 @@ from bagua.comm.store.asking import Beats, meeting
 from bagua.comm.store.keys import missing_keys
 from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
 from bagua.comm.torch_private import default_store, unwrapped
-from bagua.comm.transports.failure import advice_on_interfaces, own_address
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,

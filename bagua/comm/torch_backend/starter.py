@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua.comm.addresses import own_address
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
@@ -24,7 +25,6 @@ from bagua.comm.store.keys import behind_token, bounded
 from bagua.comm.store.serving import connect_store, serve_store, wait_for_listener
 from bagua.comm.torch_backend.work import BackwardWatch, Callbacks, CallbackThread, PlainFutures, TorchWork, in_callback
 from bagua.comm.torch_private import end_coalescing, gloo_options, set_default_timeout, start_coalescing
-from bagua.comm.transports.failure import own_address
 from bagua.comm.work import Work, joined
 from bagua.errors import ConfigurationError, InvalidTensorError, PeerLostError
 

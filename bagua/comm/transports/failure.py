@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import ipaddress
 import json
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bagua import env
+from bagua.comm.addresses import LOOPBACK, listen, own_address
 from bagua.comm.lifetime.forks import family
 from bagua.comm.long_wait import LongWait
 from bagua.comm.store.asking import gather_values
@@ -53,10 +49,8 @@ _CLOSED_S = 1.0
 _BATCH = 128
 #: A notice is cut to this; one write of so few bytes never blocks.
 _NOTICE_BYTES = 2048
-_SIOCGIFADDR = 0x8915
 #: Not epoll, which needs a descriptor of its own: notices must leave also where too many files are open.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-_LOOPBACK = "127.0.0.1"
 
 
 class Cause(NamedTuple):
@@ -122,7 +116,7 @@ class Mailbox:
         self._reading = threading.Lock()
         self._letters: list[tuple[socket.socket, bytearray]] = []
         try:
-            self._listener = _listen(_LOOPBACK if len(set(membership.nodes)) == 1 else own_address())
+            self._listener = listen(LOOPBACK if len(set(membership.nodes)) == 1 else own_address())
         except OSError as error:
             raise TransportUnavailableError(
                 f"no socket for {membership.label}: {error}",
@@ -319,48 +313,6 @@ class _Round:
         elif status == errno.ECONNREFUSED:
             self._answers[rank] = False
         connection.close()
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        listener.bind((host, 0))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def own_address() -> str:
-    """The address of this host that Gloo takes, too: of IPv4, else of IPv6; that of the loopback device if none is."""
-    interface = next(iter(env.gloo_interfaces()), None)
-    for addresses in (_addresses_of_ipv4, _addresses_of_ipv6):
-        with contextlib.suppress(OSError):
-            for host in addresses(interface):
-                _listen(host).close()
-                return host
-    return _LOOPBACK
-
-
-def _addresses_of_ipv4(interface: str | None) -> list[str]:
-    if not interface:
-        return [socket.gethostbyname(socket.gethostname())]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        return [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])]
-
-
-def _addresses_of_ipv6(interface: str | None) -> list[str]:
-    """Those that other hosts can reach: not of the loopback device, and not of one link only."""
-    if interface:
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        found = [ipaddress.IPv6Address(int(line[0], 16)) for line in lines if line[5] == interface]
-    else:
-        answers = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET6, socket.SOCK_STREAM)
-        found = [ipaddress.IPv6Address(str(answer[4][0]).partition("%")[0]) for answer in answers]
-    return [str(one) for one in found if not (one.is_loopback or one.is_link_local)]
 
 
 def _shortened(cause: Cause) -> Cause:
@@ -592,9 +544,3 @@ def lost_error(
                              peers=found.lost, reason=ENDED, **facts)  # fmt: skip
     what = str(error).partition("\n")[0]
     return PeerLostError(f"the call failed, and no rank is known to be lost: {what}", silent=found.silent, **facts)
-
-
-def advice_on_interfaces() -> str:
-    """What to do where hosts do not reach each other through Gloo."""
-    names = ", ".join(name for _, name in socket.if_nameindex())
-    return f"Set GLOO_SOCKET_IFNAME to the network interface over which the hosts reach each other. Here are {names}."
