@@ -5,6 +5,7 @@ The contract of transports lets a rank die in each kind of call. Here each rank 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -194,11 +195,13 @@ def test_all_survivors_name_the_rank_that_died(backend: str, hosts: list[int], m
 def while_it_is_sent_to(kind: str) -> PeerLostError:
     """Rank 0 is stopped when it has asked for its part, and killed when rank 1 is sending that."""
     comm, half = communicator(), 4_000_000
-    (other, _), data = comm.allgather_object(os.getpid()), torch.ones(2 * half)
+    (other, *_), data = comm.allgather_object(os.getpid()), torch.ones(2 * half)
     if comm.rank == 1:
         time.sleep(0.2)
         os.kill(other, signal.SIGSTOP)
         threading.Timer(0.2, os.kill, [other, signal.SIGKILL]).start()
+    elif comm.rank == 2:
+        wait_until_said("over", 1)  # It has connections, and says nothing.
     with pytest.raises(PeerLostError) as caught:
         if kind == "broadcast":
             comm.broadcast(data, 1, timeout=600.0)
@@ -206,16 +209,53 @@ def while_it_is_sent_to(kind: str) -> PeerLostError:
             comm.sendrecv(torch.zeros(2 * half), data, 1 - comm.rank, 1 - comm.rank, timeout=600.0)
         else:
             comm.alltoall_v(torch.zeros(2 * half), data, [half, half], [half, half], timeout=600.0)
+    say("over")
     bagua.comm.destroy_process_group()
     return caught.value
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["broadcast", "sendrecv", "alltoall_v"])
-def test_a_rank_that_dies_while_it_is_sent_to_is_noticed_long_before_the_deadline(kind: str) -> None:
-    outcomes = ProcessRanks(2, backend="gloo").outcomes(while_it_is_sent_to, kind, size=2)
+@pytest.mark.parametrize(("kind", "size"), [("broadcast", 2), ("broadcast", 3), ("sendrecv", 2), ("alltoall_v", 2)])
+def test_a_rank_that_dies_while_it_is_sent_to_is_noticed_long_before_the_deadline(kind: str, size: int) -> None:
+    outcomes = ProcessRanks(size, backend="gloo").outcomes(while_it_is_sent_to, kind, size=size)
     assert outcomes[1].error is None, outcomes[1].trace
     check_the_dead(outcomes[1].value, 0, 1)
+
+
+def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
+    """Whom rank 0 names while it sends; rank 2 closes when it has its part, or rank 0 sends; rank 1 is late."""
+    group, data = bagua.comm.get_default_group().duplicate(), torch.ones(4_000_000)
+    comm = group.global_communicator
+    comm.barrier()
+    if comm.rank == 0:
+        work = comm.broadcast(data, 0, async_op=True, timeout=600.0)
+        say("sent")
+        lost: tuple[int, ...] = ()
+        try:
+            work.wait()
+        except PeerLostError as error:
+            lost = error.peers
+        say("over")
+        return lost
+    if comm.rank == 2:
+        wait_until_said("sent", 1)
+        if took_part:
+            comm.broadcast(data, 0)
+        group.close()
+        say("left")
+    else:
+        wait_until_said("left", 1)
+        time.sleep(2.5)  # So long no rank waits for what may yet come of a connection that has closed.
+        with contextlib.nullcontext() if took_part else contextlib.suppress(PeerLostError):
+            comm.broadcast(data, 0)
+        wait_until_said("over", 1)
+    return ()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("took_part", "lost"), [(True, ()), (False, (2,))])
+def test_who_closed_without_its_part_is_missed_long_before_the_deadline(took_part: bool, lost: tuple[int, ...]) -> None:
+    assert ProcessRanks(3, backend="gloo").run(beside_one_that_left, took_part) == [lost, (), ()]
 
 
 def after_the_host_of_the_store(port: int, backend: str) -> PeerLostError:

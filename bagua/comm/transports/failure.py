@@ -112,6 +112,8 @@ class Mailbox:
         #: Hosts whose mailboxes were reached once: elsewhere a refusal proves nothing.
         self._reached: set[int] = set()
         self._heard, self._late = set[int](), set[int]()
+        #: Ranks that closed in peace, with all that they needed.
+        self.left = set[int]()
         self._cause: Cause | None = None
         self._reading = threading.Lock()
         self._letters: list[tuple[socket.socket, bytearray]] = []
@@ -153,14 +155,16 @@ class Mailbox:
 
     # Notices.
 
-    def tell(self, cause: Cause | None, *, late: bool = False) -> None:
+    def tell(self, cause: Cause | None, *, late: bool = False, leaves: bool = False) -> None:
         """Tell all other ranks that calls fail here, and why if that is known. Never raises, never blocks for long.
 
         Args:
             cause: why, if that is known.
             late: this rank came when others had given up.
+            leaves: no call failed: this rank has all that it needs, and closes.
         """
-        content = {"rank": self._membership.rank, "cause": cause and _shortened(cause), "late": late}
+        rank = self._membership.rank
+        content = {"rank": rank, "cause": cause and _shortened(cause), "late": late, "leaves": leaves}
         self._reach(self._others, json.dumps(content).encode())
 
     def cause(self) -> Cause | None:
@@ -201,7 +205,8 @@ class Mailbox:
             return  # Empty, from a rank that only looked whether this one is there; or a stranger's.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             content = json.loads(notice)
-            self._heard.add(rank := int(content["rank"]))
+            rank = int(content["rank"])
+            (self.left if content.get("leaves") else self._heard).add(rank)
             if content.get("late"):
                 self._late.add(rank)
             if content["cause"] is not None and self._cause is None:
@@ -331,17 +336,19 @@ class FailureFinder:
         membership: the ranks. Building this is collective among them.
         disconnect: closes all connections of the transport, so that calls under way end here and on the peers; runs
             once, in any thread, and raises nothing.
-        cut_off: whether no connection is left: a call that is not over a little later never will be.
+        closed: how many connections have closed, as far as that is known.
 
     Raises:
         TransportUnavailableError: the system gives no socket.
         CollectiveTimeoutError: some ranks never came; ``peers`` names them.
     """
 
-    def __init__(self, membership: Membership, disconnect: Callable[[], None], cut_off: Callable[[], bool]) -> None:
+    def __init__(self, membership: Membership, disconnect: Callable[[], None], closed: Callable[[], int]) -> None:
         self._membership = membership
         self.judge = membership.judge
-        self._disconnect, self._cut_off, self._closed_at = disconnect, cut_off, 0.0
+        self._disconnect, self._count_closed = disconnect, closed
+        #: How many connections had closed when they were counted, and since when it is so many.
+        self._closed = (0, 0.0)
         self._global_rank = membership.ranks[membership.rank]
         # A signal handler may abort or close in the middle of either.
         self._lock = threading.RLock()
@@ -387,9 +394,16 @@ class FailureFinder:
         return ended_error(self._cause, self._global_rank)
 
     def peers_left(self) -> bool:
-        """Whether a peer sent a notice of why it left, or the last connection closed a while ago."""
-        closed_at = self._closed_at = (self._closed_at or time.monotonic()) if self._cut_off() else 0.0
-        return self._mailbox.cause() is not None or 0.0 < closed_at < time.monotonic() - _CLOSED_S
+        """Whether a peer sent a notice of why it left, or connections closed a while ago and no notice says why.
+
+        Who closed in peace has its part of a call that goes on, or Gloo tells the call.
+        """
+        count, now = self._count_closed(), time.monotonic()
+        if count != self._closed[0]:
+            self._closed = (count, now)
+        return self._mailbox.cause() is not None or (
+            count > len(self._mailbox.left) and now - self._closed[1] > _CLOSED_S
+        )
 
     def warn_of(self, wait: LongWait) -> None:
         """Say for whom this rank waits. Which of them has not come is not known."""
@@ -493,12 +507,14 @@ class FailureFinder:
         self._break(own if culprit is None else own._replace(culprit=culprit), announce=True)
 
     def end(self, *, under_way: bool) -> None:
-        """The communicator is closed here: later calls say so, and with calls under way the peers are told."""
+        """The communicator is closed here: later calls say so, and peers are told."""
         cause = self._own_cause("closed", "it closed its communicator")
         if under_way:
             self._break(cause, announce=True)
         elif self._cause is None:
             self._cause = cause
+            if self._membership.size > 2:  # A last connection tells enough.
+                self._mailbox.tell(None, leaves=True)
 
     def close(self) -> None:
         """Refuse connections from now on. Idempotent."""

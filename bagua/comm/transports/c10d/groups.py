@@ -133,9 +133,9 @@ class BackendGroup(ABC):
     def break_connections(self) -> None:
         """Make calls that are under way end with an error, here and on the peers. Quick."""
 
-    def cut_off(self) -> bool:
-        """Whether it is known that no connection is left."""
-        return False
+    def count_closed(self) -> int:
+        """How many connections to other ranks have closed, as far as that is known."""
+        return 0
 
     def close(self) -> None:
         """Drop torch's object."""
@@ -179,9 +179,9 @@ class GlooGroup(BackendGroup):
         self._connections = [one for one in self._sockets if not _listens(one[0])]
         return group
 
-    def cut_off(self) -> bool:
+    def count_closed(self) -> int:
         """Gloo closes what broke, but does not tell a call that sends, which would wait for its deadline."""
-        return bool(self._connections) and all(_inode(one) != inode for one, inode in self._connections)
+        return sum(_inode(one) != inode for one, inode in self._connections)
 
     def disown(self) -> None:
         super().disown()

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -80,7 +81,7 @@ class C10dTransport(Transport):
         self._sweep_at = _SWEEP_AT
         self._channels: dict[str, _Channel] = {}
         self.failures = FailureFinder(
-            membership, functools.partial(_disconnect, self._channels), functools.partial(_cut_off, self._channels)
+            membership, functools.partial(_disconnect, self._channels), functools.partial(_count_closed, self._channels)
         )
         try:
             for device_type, name in split_name(backend).items():
@@ -91,6 +92,8 @@ class C10dTransport(Transport):
             self.failures.close()
             raise
         self._choose()
+        if not _living:  # A child that multiprocessing forks never comes to what atexit has.
+            Finalize(None, _close_all, exitpriority=0)
         _living.add(self)
         family.add(self)
 
@@ -262,6 +265,7 @@ class C10dTransport(Transport):
         self._outstanding.clear()
         for channel in set(self._channels.values()):
             channel.group.disown()
+        _living.discard(self)
 
 
 def _release(channels: list[_Channel], waiters: Waiters) -> None:
@@ -277,8 +281,8 @@ def _disconnect(channels: dict[str, _Channel]) -> None:
         channel.group.break_connections()
 
 
-def _cut_off(channels: dict[str, _Channel]) -> bool:
-    return any(channel.group.cut_off() for channel in list(channels.values()))
+def _count_closed(channels: dict[str, _Channel]) -> int:
+    return max((channel.group.count_closed() for channel in list(channels.values())), default=0)
 
 
 def c10d_refusal(backend: str, others: Iterable[str] = ()) -> TransportUnavailableError | None:
