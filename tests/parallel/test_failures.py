@@ -30,10 +30,11 @@ from bagua.algorithms import (
 )
 from bagua.comm import long_wait
 from bagua.comm.long_wait import LongWait
+from bagua.engine.schedule.scheduler import Scheduler
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
 from tests.algorithms.test_toys import WarmsUp
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot
+from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot, until
 from tests.parallel.test_decentralized import train as train_decentralized
 from tests.parallel.test_decentralized import wrap as wrap_decentralized
 from tests.parallel.wrapping import WRAPS, Loop, Recomputed, Twice, Wrap, on_ranks
@@ -44,8 +45,9 @@ class CodecError(Exception):
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    chain = []
+    chain: list[BaseException] = []
     while error is not None:
+        assert error not in chain, "whoever walks through it walks for ever"
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
@@ -78,6 +80,26 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(wrap, delay_reduce
     assert any(isinstance(error, kind) for error in _chain(caught.value))
     with pytest.raises(BaguaError):  # And it stays an error, at once.
         loop.train()
+
+
+@pytest.mark.usefixtures("fails_on_rank_0")
+def test_a_bucket_that_is_refused_tells_why_the_one_before_failed(thread_ranks, monkeypatch):
+    """The last bucket is exchanged by the thread that computes, here when the exchange of another one has failed."""
+    holds = Scheduler._holds_last
+
+    def late(self: Scheduler, ended: bool) -> bool:
+        if ended and self.clock.step == 2 and bagua.comm.get_rank() == 1:
+            until(lambda: not self._last[0].lane.group.global_communicator.usable)
+        return holds(self, ended)
+
+    def train() -> list[type]:
+        loop = Loop("with_bagua", bucket_bytes=100, delay_reduce=True)
+        with pytest.raises((CodecError, CommunicationError)) as caught:
+            loop.train(4)
+        return [type(error) for error in _chain(caught.value)]
+
+    monkeypatch.setattr(Scheduler, "_holds_last", late)
+    assert thread_ranks(2, train)[1] == [PeerLostError]
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

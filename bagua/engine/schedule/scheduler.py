@@ -429,7 +429,11 @@ class Scheduler:
         try:
             self.launch_ready(everything=True)
         except CommunicatorClosedError:
-            self.settle()  # An exchange that failed before knows why.
+            try:
+                self.settle()  # An exchange that failed before knows why.
+            except BaseException as reason:
+                reason.__context__ = None  # It is the cause of the refusal: neither may lead back to itself.
+                raise
             raise
         self._reach("backward ends", self.clock)
         if "stepped" in self._agendas:
