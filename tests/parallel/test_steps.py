@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from bagua.algorithms import Algorithm, DifferenceMix, Flight, LowPrecisionDecen
 from bagua.comm import ProcessGroup
 from bagua.engine.gradients import has_finite_gradients
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
-from bagua.parallel import BaguaModule, with_bagua
+from bagua.parallel import with_bagua
 from tests.algorithms.stacked import Anchored
 from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
@@ -322,22 +322,6 @@ def test_backward_with_create_graph_is_refused():
         loop.loss().backward(create_graph=True)
 
 
-def test_a_gradient_hook_of_the_user_sees_local_gradients(thread_ranks):
-    """Hooks on tensors run before the gradient is accumulated, hence before it is exchanged."""
-
-    def train() -> tuple[torch.Tensor, torch.Tensor]:
-        loop, seen = Loop(), []
-        loop.model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        for _ in range(2):
-            loop.model.zero_grad()
-            loop.backward()
-        return seen[-1], loop.model[0].weight.grad
-
-    (first, mean), (second, _) = thread_ranks(2, train)
-    assert not torch.equal(first, second)
-    torch.testing.assert_close((first + second) / 2, mean)
-
-
 def test_a_wrapped_module_inside_another_module(thread_ranks):
     """Only the backbone is wrapped; the head on top of it stays local."""
 
@@ -428,25 +412,6 @@ def test_ranks_leave_training_for_something_else_together(thread_ranks, optimize
             assert torch.equal(weight, asked[rank][0][name])
 
 
-@on_ranks(2)
-def test_gradients_without_elements_and_sparse_ones_are_looked_at_too():
-    table = nn.Embedding(4, 2, sparse=True)
-
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        return loss_of(model, rank, step) + table(torch.tensor([rank])).sum()
-
-    def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return sgd([*parameters, *table.parameters()])
-
-    def unusual() -> nn.Module:
-        nothing = {"body": mlp, "nothing": lambda: nn.Parameter(torch.empty(0))}
-        return Made(lambda self, inputs: self.body(inputs) + self.nothing.sum(), **nothing)
-
-    loop = Loop("with_bagua", unusual, optimizer_of, loss, algorithm="low_precision_decentralized")
-    loop.train(FEW_STEPS)
-    assert all(weight.isfinite().all() for weight in loop.wrapped.state_dict().values())
-
-
 @pytest.mark.parametrize(
     ("value", "finite"), [(1.0, True), (3e38, True), (torch.inf, False), (-torch.inf, False), (torch.nan, False)]
 )
@@ -455,6 +420,8 @@ def test_gradients_whose_norm_overflows_are_finite_all_the_same(value, finite):
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     parameters[0].grad[1:] = value
+    parameters += [nn.Parameter(torch.empty(0)), nn.Parameter(torch.zeros(2))]
+    parameters[2].grad, parameters[3].grad = torch.empty(0), torch.tensor([0.0, value]).to_sparse()
     assert has_finite_gradients(sgd(parameters)) is finite
 
 
@@ -654,30 +621,6 @@ def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
     rows = thread_ranks(RANKS, rank_trains)
     assert [peers for peers, _ in rows] == [(0,)] * RANKS
     assert_same_on_all_ranks([weights for _, weights in rows])
-
-
-def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
-    def rank_trains(enable):
-        loop = Loop(with_bagua)
-        with loop.wrapped.join(enable=enable):
-            loop.train(3)
-        return snapshot(loop.model)
-
-    (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
-    assert_same_on_all_ranks([off, on])
-
-
-def test_a_module_keeps_what_it_calls_join():
-    class Joins(torch.nn.Linear):
-        def join(self):
-            return "mine"
-
-    holds = torch.nn.ModuleDict({"join": torch.nn.Linear(2, 2)})
-    for module, wanted in ((Joins(2, 2), "mine"), (holds, holds["join"])):
-        model = with_bagua(module, [sgd(module.parameters())], "gradient_allreduce", bagua.comm.solo_group())
-        assert (model.join() if wanted == "mine" else model.join) == wanted
-        with BaguaModule.join(model):
-            pass
 
 
 @on_ranks(2, assert_same_on_all_ranks)
