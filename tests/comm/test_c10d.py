@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
 from torch.utils._pytree import tree_leaves
 
 import bagua.comm
@@ -297,16 +296,6 @@ def test_closing_frees_the_backend_without_the_garbage_collector(broken: bool) -
         gc.enable()
     gc.collect()
     assert [transport() for _, transport in found] == [None, None]
-
-
-def test_membership_of_one_needs_no_peer() -> None:
-    transport = C10dTransport("gloo", Membership(HashStore(), 0, (0,), (0,), 5.0))
-    comm = Communicator(transport, 5.0)
-    tensor = torch.ones(2)
-    comm.allreduce(tensor, ReduceOp.AVG)
-    comm.barrier()
-    comm.close()
-    assert tensor.equal(torch.ones(2))
 
 
 class LateWork:

@@ -162,14 +162,6 @@ def test_the_reason_of_a_peer_that_left_reaches_the_next_call(ranks: list[Rank])
     assert caught.value.peers == (1,)
 
 
-def test_completed_works_are_forgotten(ranks: list[Rank], monitor: Monitor) -> None:
-    rank = ranks[0]
-    rank.comm.allreduce(torch.ones(2), timeout=20)
-    rank.backend.works[0].completed = True
-    until(lambda: not monitor._watched)
-    assert rank.comm.usable
-
-
 def test_the_monitor_never_drops_a_work_itself(monitor: Monitor) -> None:
     """To drop one may wait for the device, which waits for a call that nobody but the monitor would end."""
     failures: Any = SimpleNamespace(broken=False, peers_left=lambda: False)

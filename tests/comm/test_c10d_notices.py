@@ -50,11 +50,6 @@ def boxes(connected: Callable[..., list[Mailbox]]) -> list[Mailbox]:
     return connected(HashStore())
 
 
-def test_all_well(boxes: list[Mailbox]) -> None:
-    assert boxes[0].look() == Findings(silent=(5, 6, 7))
-    assert [box.cause() for box in boxes] == [None] * 4
-
-
 def test_the_first_cause_that_comes_is_kept(boxes: list[Mailbox]) -> None:
     boxes[1].tell(CAUSE)
     boxes[2].tell(Cause(6, 6, "aborted", "it came too late"))
@@ -70,26 +65,24 @@ def test_a_notice_outlives_the_rank_that_sent_it(boxes: list[Mailbox]) -> None:
     assert boxes[0].look().cause == CAUSE
 
 
-def test_who_refuses_connections_is_lost_and_who_accepts_them_is_not(boxes: list[Mailbox]) -> None:
-    boxes[2].close()
-    assert boxes[0].look() == Findings(lost=(6,), silent=(5, 7))
-    assert boxes[0].find_out() == Findings(lost=(6,), silent=(5, 7))
-
-
-def test_ranks_that_said_that_their_calls_failed_are_neither_lost_nor_silent(boxes: list[Mailbox]) -> None:
-    for box in boxes[1:]:
-        box.tell(None)
-    boxes[3].close()
-    assert boxes[0].find_out(everyone=True) == Findings()
-
-
-def test_waiting_for_everyone_ends_with_those_who_stay_silent(
-    boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tell", "close", "everyone", "found"),
+    [
+        ((), (2,), False, Findings(lost=(6,), silent=(5, 7))),
+        ((1, 2, 3), (3,), True, Findings()),
+        ((1,), (2,), True, Findings(lost=(6,), silent=(7,))),
+    ],
+)
+def test_who_refuses_connections_is_lost_and_who_accepts_them_and_says_nothing_is_silent(
+    boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch, tell, close, everyone, found
 ) -> None:
     monkeypatch.setattr(c10d_notices, "ATTENDANCE_S", 0.05)
-    boxes[1].tell(None)
-    boxes[2].close()
-    assert boxes[0].find_out(everyone=True) == Findings(lost=(6,), silent=(7,))
+    for place in tell:
+        boxes[place].tell(None)
+    for place in close:
+        boxes[place].close()
+    assert everyone or boxes[0].look() == found
+    assert boxes[0].find_out(everyone=everyone) == found
 
 
 def test_a_refusal_of_a_host_that_was_never_reached_proves_nothing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import bagua.comm
 from bagua.comm import register_transport
@@ -155,11 +154,3 @@ def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: p
     for outcome in ThreadRanks(2, backend="alone").outcomes(bagua.comm.get_rank):
         assert "no place beside it" in str(outcome.error)
     assert set(closed) == {0, 1}
-
-
-def test_one_rank_needs_no_connection() -> None:
-    bagua.comm.init_process_group(backend="outside", store=HashStore(), rank=0, world_size=1)
-    try:
-        assert bagua.comm.get_default_group().global_communicator.backend == "solo"
-    finally:
-        bagua.comm.destroy_process_group()

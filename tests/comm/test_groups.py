@@ -77,11 +77,6 @@ def test_hosts_and_their_communicators(ranks, hosts):
         }, f"rank {rank}"
 
 
-def test_without_a_layout_processes_find_their_common_host(ranks):
-    for seen in ranks(2, look_at_hosts):
-        assert seen["node_sizes"] == (2,)
-
-
 # Sub-groups.
 
 
@@ -167,15 +162,6 @@ def test_models_are_not_wrapped_for_a_group_of_others(thread_ranks):
     assert thread_ranks(2, wrap_on_the_outside) == [None, ["process_group"] * 3 + ["group"]]
 
 
-def set_group_timeout():
-    group = bagua.comm.new_group([0, 1], timeout=7.5)
-    return (group.timeout_s, group.global_communicator.timeout_s, bagua.comm.get_default_group().timeout_s)
-
-
-def test_a_group_has_its_own_timeout(ranks):
-    assert ranks(2, set_group_timeout, timeout_s=11) == [(7.5, 7.5, 11.0)] * 2
-
-
 @pytest.mark.parametrize("wrong", [[], [0, 0], [3], [-1], ["0"], [True, 0]], ids=str)
 def test_what_is_no_set_of_ranks(thread_ranks, wrong):
     def ask():
@@ -221,19 +207,6 @@ def use_duplicates():
 
 def test_duplicates_live_and_end_apart(ranks):
     assert ranks(3, use_duplicates, hosts=[2, 1]) == [[6.0] * 5] * 3
-
-
-def close_a_parent():
-    outer = bagua.comm.new_group([0, 1])
-    inner = outer.duplicate()
-    communicators = [one.global_communicator for one in (outer, inner)]
-    assert [total(one) for one in communicators] == [3.0, 3.0]
-    outer.close()
-    return [one.usable for one in communicators] + [total(bagua.comm.get_default_group().global_communicator)]
-
-
-def test_a_group_takes_those_derived_from_it_along(ranks):
-    assert ranks(2, close_a_parent) == [[False, False, 3.0]] * 2
 
 
 def test_destroying_ends_every_group_and_goes_on_after_an_error(thread_ranks):

@@ -70,21 +70,6 @@ def test_an_error_between_two_messages_breaks_the_communicator(
 
 
 @pytest.mark.threads
-def test_an_object_that_cannot_be_read_leaves_the_communicator_as_it_is() -> None:
-    def job(comm: Communicator) -> list[float]:
-        with pytest.raises(errors.ConfigurationError if comm.rank else ZeroDivisionError):
-            comm.broadcast_object(Poisoned(), 0, allow_pickle=not comm.rank)
-            1 / 0  # noqa: B018 - rank 0 has sent it
-        return comm.allreduce(torch.ones(1)) or [float(comm.usable)]
-
-    assert on_threads(2, job) == [[1.0], [1.0]]
-
-
-class Poisoned:
-    """Travels as pickle only."""
-
-
-@pytest.mark.threads
 def test_an_error_of_an_object_waits_for_those_who_ask() -> None:
     """A call that follows is made, whatever became of the one before it."""
 

@@ -48,9 +48,12 @@ def reached(address: str, port: int) -> bool:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", OTHER])
 def test_a_store_listens_at_its_address_alone(address):
-    store, port = serve_store(address)
-    assert reached(address, port)
-    assert not reached("127.0.0.1" if address == OTHER else OTHER, port)
+    for attempt in range(5):  # Somebody else may listen at the other address, at the same port.
+        store, port = serve_store(address)
+        assert reached(address, port)
+        if not reached("127.0.0.1" if address == OTHER else OTHER, port):
+            break
+        assert attempt < 4
     connect_store(port, 10.0, address).set("asked", "here")
     assert store.get("asked") == b"here"
 

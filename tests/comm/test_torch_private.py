@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm import torch_private
-from bagua.comm.torch_backend.group import TorchGroup
 from bagua.errors import TransportUnavailableError
 from bagua.torch_private import ddp_seconds, profiling
 from tests.versions import TORCH
@@ -102,10 +101,6 @@ def test_options_of_nccl_have_a_deadline() -> None:
 
 
 # Names that C++ looks up.
-
-
-def test_no_call_falls_through_to_a_method_that_would_deadlock() -> None:
-    torch_private.require_known_calls(TorchGroup)
 
 
 def test_what_is_left_to_torch_is_there() -> None:

@@ -330,7 +330,7 @@ def try_meaningless_reductions() -> None:
     for op, legal in LEGAL:
         for dtype in [dtype for dtype in REDUCED if dtype not in legal] + [torch.float8_e5m2]:
             refuse_everywhere(["op"], op, InvalidReduceOpError, dtype=dtype)
-    for unknown in ("sum", None, 17, ReduceOp.PREMUL_SUM):
+    for unknown in ("sum", None, 17, ReduceOp.PREMUL_SUM, torch.ones(2)):
         refuse_everywhere(["op"], unknown, InvalidReduceOpError)
     perform("allreduce", communicator(), CallSetting())
 
