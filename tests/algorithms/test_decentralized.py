@@ -97,15 +97,10 @@ def test_each_step_is_a_product_with_the_matrix_of_its_round(thread_ranks, hosts
 # In low precision.
 
 
-@pytest.mark.parametrize(
-    ("hosts", "between"),
-    [([2, 1], [[2 / 3, 1 / 3], [2 / 3, 1 / 3]]), ([1, 3], [[2 / 3, 1 / 3], [1 / 9, 8 / 9]])],
-    ids=str,
-)
-def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
-    """Two hosts: with ``complete`` they take the mean over ranks, else ``u min(s, t) / s`` of the other's mean."""
-    whole = hosts == [2, 1]
-    topology = "complete" if whole else graph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]], symmetric=True)
+def test_differences_between_uneven_hosts(thread_ranks):
+    """Two hosts of sizes s and t: each takes ``u min(s, t) / s`` of the other's mean."""
+    hosts, between = [1, 3], [[2 / 3, 1 / 3], [1 / 9, 8 / 9]]
+    topology = graph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]], symmetric=True)
     algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), topology=topology)
     results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
     means = torch.block_diag(*(torch.full((size, size), 1 / size, dtype=torch.float64) for size in hosts))
@@ -150,12 +145,9 @@ def test_what_is_known_of_neighbours_is_learned_anew_when_they_change(thread_ran
 # What goes wrong.
 
 
-@pytest.mark.parametrize(
-    "algorithm", [DecentralizedAlgorithm(peer_selection_mode="ring"), LowPrecisionDecentralizedAlgorithm()]
-)
 @on_ranks(3)
-def test_spoilt_weights_of_one_rank_do_not_spread(algorithm):
-    loop = Loop("with_bagua", algorithm=algorithm)
+def test_spoilt_weights_of_one_rank_do_not_spread():
+    loop = Loop("with_bagua", algorithm=DecentralizedAlgorithm(peer_selection_mode="ring"))
     for step in range(STEPS):
         inputs, targets = batch(loop.rank, step)
         sound = copy.deepcopy(loop.model.state_dict())

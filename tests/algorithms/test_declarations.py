@@ -147,10 +147,6 @@ def test_flags_of_algorithms_are_true_or_false(name, flag, wrong):
     assert (caught.value.argument, caught.value.seen) == (flag, repr(wrong))
 
 
-def test_flags_of_algorithms_are_not_overlooked():
-    assert {name for name, _ in FLAGS} == set(registry) - {"async"}
-
-
 @pytest.mark.parametrize(
     ("name", "option", "wrong"),
     [
@@ -277,12 +273,6 @@ def test_other_options_of_algorithms(name, option, wrong):
 def test_values_that_cannot_work(make, said):
     with pytest.raises(ConfigurationError, match=said):
         make()
-
-
-@pytest.mark.parametrize("wrong", [3, "gloo"])
-def test_an_algorithm_is_bound_to_a_group(wrong):
-    with pytest.raises(InvalidTypeError, match="argument process_group"):
-        Algorithm.init("gradient_allreduce").reify(wrong)
 
 
 def test_a_name_is_text():

@@ -738,10 +738,9 @@ def test_what_sparse_loco_does_not_send_stays_in_the_weights_of_its_rank(thread_
         assert differs(states[0], mutant[0]), name
 
 
-@pytest.mark.parametrize("size", [4, 9], ids=["everyone receives all", "by ranges"])
-def test_an_exchange_of_few_elements_leaves_the_mean_of_weights_alone(size):
+def test_an_exchange_of_few_elements_leaves_the_mean_of_weights_alone():
     """What all have learned is moved between them, and none of it is lost: also by who adds up for others."""
-    algorithm, pool = dataclasses.replace(IN_WEIGHTS, outer_lr=1.0), ThreadRanks(size)
+    algorithm, pool = dataclasses.replace(IN_WEIGHTS, outer_lr=1.0), ThreadRanks(9)
     after = [state for state, _ in pool.run(train, algorithm, sgd, 5)]
     before = [state for state, _ in pool.run(train, dataclasses.replace(algorithm, sync_every=6), sgd, 5)]
     for name in after[0]:

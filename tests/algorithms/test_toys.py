@@ -17,7 +17,6 @@ from bagua.algorithms import (
     Add,
     Algorithm,
     DecentralizedAlgorithm,
-    Difference,
     Every,
     Exchange,
     Flight,
@@ -73,7 +72,6 @@ from tests.harness import (
     train_steps,
 )
 from tests.parallel.wrapping import Loop, assert_trained
-from tests.topologies import DRAWN_PAIRS
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(
         assert_close(saved, {name: totals[name] for name in saved})
 
 
-# Algorithms of a user that send more than one tensor, which the engine knows nothing of: push-sum, and NoLoCo.
+# Algorithms of a user that send more than one tensor, which the engine knows nothing of: push-sum.
 
 SIZE = 4
 
@@ -386,75 +384,19 @@ def test_push_sum_is_what_the_paper_says(thread_ranks):
 def test_exchanges_of_one_label_share_what_both_declare():
     """One of them may remember more."""
     local, sent = PUSH_SUM
-    Algorithm.of(local, dataclasses.replace(sent, how=MeetOne()))
+    Algorithm.of(local, dataclasses.replace(sent, how=Mindful()))
     with pytest.raises(ConfigurationError, match="different things under the name 'mass'"):
         dataclasses.replace(sent, how=Weighty())
     with pytest.raises(ConfigurationError, match="different things under one name"):
         Algorithm.of(local, dataclasses.replace(sent, how=Weighty(), then=Replace()))
 
 
-# NoLoCo. Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025.
-
-
 @dataclass(frozen=True)
-class MeetOne(How):
-    """The mean of two ranks, of what is sent and of their anchors; who meets whom changes with each round."""
-
-    uniform: ClassVar[bool] = False  # type: ignore[misc]
+class Mindful(Push):
+    """Remembers more than the mass."""
 
     def state(self) -> tuple[primitives.State, ...]:
-        return (primitives.State("anchors"),)
-
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
-        message = torch.cat([flight.flat, flight.state["anchor"]])
-        edges = DRAWN_PAIRS.round(group.size, flight.round, group.nodes).edges
-        for one, other in (edge.ranks for edge in edges if group.rank in edge.ranks and len(edge.ranks) == 2):
-            received, peer = torch.empty_like(message), one + other - group.rank
-            group.global_communicator.sendrecv(received, message, peer, peer)
-            message = (message + received) / 2
-        sent, anchors = message.chunk(2)
-        flight.flat.copy_(sent)
-        flight.memory.propose("anchors").copy_(anchors)
-
-
-@dataclass(frozen=True)
-class NoLoCoStep(Then):
-    """``m <- beta m - alpha D + gamma (A - anchor)``; ``anchor <- anchor + m``, which the weights become."""
-
-    alpha: float = 0.7
-    beta: float = 0.5
-    gamma: float = 0.6
-
-    def state(self) -> tuple[primitives.State, ...]:
-        return (primitives.State("momentum"),)
-
-    def fold(self, flight: Flight) -> None:
-        anchor, momentum = flight.state["anchor"], flight.state["momentum"]
-        momentum.mul_(self.beta).sub_(flight.flat, alpha=self.alpha)
-        momentum.add_(flight.state["anchors"] - anchor, alpha=self.gamma)
-        flight.bucket.write_weights(anchor.add_(momentum))
-
-
-NOLOCO = Algorithm.of(Exchange(Difference("local"), Every(3), MeetOne(), NoLoCoStep()))
-
-
-def noloco(steps: int, *, gamma: float = 0.6) -> torch.Tensor:
-    """A row for each rank."""
-    ranks = Replicas(SIZE, plain_sgd, model_of, stacked.loss_of)
-    anchors, momenta = ranks.rows, torch.zeros_like(ranks.rows)
-    for step in range(steps):
-        ranks.step(step)
-        if step % 3 == 2:
-            pairs = DRAWN_PAIRS.round(SIZE, (step + 1) // 3, (0,) * SIZE).matrix()
-            momenta = 0.5 * momenta - 0.7 * pairs @ (anchors - ranks.rows) + gamma * (pairs @ anchors - anchors)
-            ranks.rows = anchors = anchors + momenta
-    return ranks.rows
-
-
-def test_noloco_is_what_the_paper_says(thread_ranks):
-    found = torch.stack(thread_ranks(SIZE, weights_after, NOLOCO, 12))
-    assert torch.allclose(found, noloco(12), rtol=0, atol=1e-12)
-    assert not torch.allclose(found, noloco(12, gamma=0.0), rtol=0, atol=1e-6)
+        return (*super().state(), primitives.State("anchors"))
 
 
 @dataclass(frozen=True)

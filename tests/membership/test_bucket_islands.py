@@ -28,7 +28,6 @@ from tests.membership.training import (
     check_newcomer,
     check_rows,
     joined,
-    new_store,
     run,
     run_islands,
     run_numbered,
@@ -76,29 +75,6 @@ def weights_after(islands, options, outer_steps=5, period=8):
         optimizer.step()
     assert all(one.isfinite().all() for one in model.parameters())
     return islands.seat, torch.cat([one.detach().reshape(-1) for one in model.parameters()])
-
-
-def all_weights(size, open_store, backend, options):
-    """The weights of each island, by seat."""
-
-    def job():
-        with island(open_store(), size, backend) as islands:
-            return weights_after(islands, options)
-
-    ends = run(size, job)
-    assert not [end for end in ends if isinstance(end, BaseException)], ends
-    return dict(ends)
-
-
-@pytest.mark.threads
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "streaming"])
-def test_a_schedule_gives_the_same_bits_over_a_bucket_and_over_connections(tmp_path, size, form):
-    ours = all_weights(size, lambda: opened(f"file://{tmp_path}/run"), None, FORMS[form])
-    store = new_store()
-    theirs = all_weights(size, lambda: store, "threads", FORMS[form])
-    assert ours.keys() == theirs.keys() == {*range(size)}
-    assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
 
 
 @pytest.mark.gloo

@@ -179,7 +179,7 @@ def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path)
 
     (end,) = [end for ends in run_islands(2, island) for end in survivors(ends)]
     assert isinstance(end, StoreLostError)
-    assert "the store does not answer" in str(end)
+    assert "the store does not answer: nobody is there" in str(end)
     assert [one.name for one in tmp_path.iterdir()] == ["0-1.pt"]
 
 

@@ -13,7 +13,7 @@ from bagua.algorithms import Algorithm, Every, Parts
 from bagua.comm import get_rank, solo_group
 from bagua.engine.options import EngineOptions
 from bagua.engine.state.equality import EqualityCheck
-from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.errors import ConfigurationError
 from bagua.membership import Announced, Pace, contributions, participant
 from bagua.membership.islands import write_state
 from bagua.membership.pace import numbers_of
@@ -290,13 +290,6 @@ def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, pla
 
 
 @pytest.mark.threads
-def test_a_member_that_leaves_is_not_waited_for():
-    found = of_members(3, OWN, lambda member: member.train((5 if member.islands.seat else 2) * H))
-    check_equal(found[1:])
-    assert sorted(rows[-1][1] for rows in found[1:]) == [6 + 2 + 2 + 2 * 4, 6 + 3 + 3 + 2 * 6]
-
-
-@pytest.mark.threads
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fragments, early, monkeypatch):
@@ -387,20 +380,6 @@ def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
             assert numbers == {0: 6, 1: 2}
             assert steps == (18, 10)[seat]
             assert announced == Announced(pytest.approx((2.1, 6.3)[seat]), 2 * steps, 30 * steps)
-
-
-@pytest.mark.threads
-def test_buffers_that_are_averaged_count_alike_on_all():
-    algorithm = Algorithm.init("local_sgd", sync_every=H, pace="own", average_buffers=True)
-    check_equal(of_members(2, algorithm, lambda member: member.train(3 * H)))
-
-
-def test_members_that_disagree_about_their_pace_are_refused():
-    store, (own, equal) = new_store(), (Algorithm.init("local_sgd", pace=pace) for pace in ("own", "equal"))
-    with joined(store, 1) as first, joined(store, 1) as second:
-        Member(first, own, 1.0)
-        with pytest.raises(CollectiveMismatchError, match="pace='equal'"):
-            Member(second, equal, 1.0)
 
 
 @pytest.mark.parametrize(
