@@ -289,13 +289,6 @@ def test_a_bucket_of_tokens_lets_the_first_bytes_pass_at_once() -> None:
     assert seconds(LATE, twice, cluster=there, periods=4) == pytest.approx(STEP_S + 0.1 + 0.05)
 
 
-def test_messages_keep_a_core_busy() -> None:
-    # The model computes on, at half its speed while the message is made.
-    for cores, added_s in ((1, 0.05), (2, 0.0)):
-        found = seconds(EARLY, sending(100_000), machine=MachineFacts(message_s=0.05, byte_s=0.0, cores=cores))
-        assert found == pytest.approx(STEP_S + added_s)
-
-
 def test_hosts_that_are_one_machine_share_its_cores() -> None:
     shared = Cluster(4, 1, CLUSTER.link, shared=True)
     assert seconds(ALONE, machine=replace(MACHINE, cores=2), cluster=shared, periods=2) == pytest.approx(2 * STEP_S)

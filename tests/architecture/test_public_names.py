@@ -131,18 +131,12 @@ def test_public_names_are_the_frozen_ones() -> None:
     )
 
 
-@pytest.mark.parametrize("name", public_modules())
-def test_all_lists_each_name_once_and_all_exist(name: str) -> None:
-    module = imported(name)
-    assert len(module.__all__) == len(set(module.__all__))
-    assert [public for public in module.__all__ if not hasattr(module, public)] == []
-
-
 @pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")  # It warns whatever is asked of it.
 @pytest.mark.parametrize("name", public_modules())
 def test_every_public_name_has_a_docstring(name: str) -> None:
     module = imported(name)
     assert (module.__doc__ or "").strip()
+    assert len(module.__all__) == len(set(module.__all__))
     assert unexplained(module, list(module.__all__)) == []
 
 

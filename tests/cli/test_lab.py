@@ -138,8 +138,6 @@ def test_a_switch_that_is_too_slow_says_so() -> None:
     [
         (["t.py", "-m"], False),
         (["--hosts", "2", "-m", "t"], True),
-        (["-m", "t"], True),
-        (["--hosts", "2", "t.py"], False),
         (["--", "t.py", "-m"], False),
     ],
 )

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bagua import comm
 from bagua.cli import launch
-from bagua.cli.lab import network
 from bagua.cli.launch import Rank
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from tests.harness import until
@@ -37,21 +34,6 @@ def is_running(process_id: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def test_returns_values_in_rank_order_and_hands_on_reports():
-    reports = []
-    assert launch.run_ranks(report_and_return, 2, (10,), reports.append) == [0, 10]
-    assert sorted(reports) == [("hello", 0), ("hello", 1)]
-
-
-@pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
-def test_ranks_live_on_the_hosts_of_a_lab_and_send_through_its_links():
-    with network.open_network(2) as hosts:
-        found = launch.run_ranks(sum_on_a_host, 2, (250_000,), network=hosts)
-    for total, nbytes in found:
-        assert total == 3.0
-        assert nbytes > 1_000_000  # An allreduce among two sends as many bytes as the tensor has.
 
 
 def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
@@ -91,21 +73,6 @@ def test_an_interrupt_ends_all_processes():
         launch.run_ranks(sleep_long, 2, (), interrupt_at_second_report)
     assert time.monotonic() - start_s < 50  # they did not sleep to the end
     assert not any(is_running(process_id) for process_id in process_ids)
-
-
-def report_and_return(rank: Rank, factor: int) -> int:
-    rank.report(("hello", rank.rank))
-    return rank.rank * factor
-
-
-def sum_on_a_host(rank: Rank, numel: int) -> tuple[float, int]:
-    rank.join("gloo", 60.0)
-    before, tensor = network.sent_bytes(), torch.full((numel,), rank.rank + 1.0)
-    comm.allreduce(tensor)
-    comm.barrier()
-    sent = network.sent_bytes() - before
-    comm.destroy_process_group()
-    return float(tensor[-1]), sent
 
 
 def rank_one_raises(rank: Rank) -> None:

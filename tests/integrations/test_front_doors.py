@@ -51,10 +51,6 @@ def answer(name: str, enter: Callable[..., object], ways: Iterable[tuple[str, An
     return "no"
 
 
-def test_every_algorithm_has_a_row() -> None:
-    assert set(table()) == set(registry)
-
-
 def with_a_switch(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, process_group: Any) -> object:
     return ModelSwitchWrapper(model, optimizer, process_group=process_group).switch_to(name)
 

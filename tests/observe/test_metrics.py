@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import math
 import sys
@@ -48,8 +47,9 @@ def test_names_and_sums(thread_ranks):
     for found in thread_ranks(2, counted):
         assert set(found) >= ALWAYS
         assert all(type(value) is float and math.isfinite(value) for value in found.values())
-        parts = found["comm/time_waiting"] + found["comm/time_exposed"] + found["comm/time_hidden"]
-        assert parts == pytest.approx(found["comm/time"], rel=1e-6)
+        parts = [found[f"comm/time_{part}"] for part in ("waiting", "exposed", "hidden")]
+        assert min(parts) >= 0.0
+        assert sum(parts) == pytest.approx(found["comm/time"], rel=1e-6)
         assert found["comm/bytes_sent"] > 5 * 36 * 4  # two ranks send each gradient once, and more at the start
         assert found["comm/alive"] == found["comm/epoch_members"] == 2.0
         assert {name for name in found if "wait_on_rank" in name} <= {"comm/wait_on_rank/0", "comm/wait_on_rank/1"}
@@ -147,33 +147,23 @@ def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
     assert [[tuple(found[name] for name in names) for found in end] for end in ends] == [[(3, 3), (2, 2)]] * 2
 
 
-VALUES = {"comm/overlap": 0.5, "comm/wait_on_rank/3": 1.25}
+WRITTEN = "step,name,value\n1,comm/calls,5\n"
 
 
-def test_csv_goes_on_where_it_ended(tmp_path):
-    path = tmp_path / "metrics.csv"
-    for step in (1, 2):
-        writer = CsvWriter(path)
-        writer.write(step, VALUES)
-        writer.close()
-        writer.close()
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
-        (step, name, value) for step in ("1", "2") for name, value in VALUES.items()
-    ]
-
-
-@pytest.mark.parametrize("cut", ["", "st", "step,name,value\n1,comm/calls,5\n2,comm/calls,12"])
+@pytest.mark.parametrize("cut", ["", "st", WRITTEN, WRITTEN + "2,comm/calls,12"])
 @pytest.mark.parametrize("tail_bytes", [4096, 3])
-def test_half_a_row_of_a_process_that_was_killed_is_dropped(tmp_path, monkeypatch, cut, tail_bytes):
+def test_a_file_goes_on_where_it_ended_without_half_a_row_of_a_process_that_was_killed(
+    tmp_path, monkeypatch, cut, tail_bytes
+):
     monkeypatch.setattr(sys.modules[CsvWriter.__module__], "_TAIL_BYTES", tail_bytes)
     path = tmp_path / "metrics.csv"
     path.write_text(cut)
     writer = CsvWriter(path)
-    writer.write(3, {"comm/calls": 7})
+    writer.write(3, {"comm/calls": 7, "comm/overlap": 0.5})
+    writer.close()
     writer.close()
     kept = ["1,comm/calls,5"] if "calls" in cut else []
-    assert path.read_text().splitlines() == ["step,name,value", *kept, "3,comm/calls,7"]
+    assert path.read_text().splitlines() == ["step,name,value", *kept, "3,comm/calls,7", "3,comm/overlap,0.5"]
 
 
 @pytest.fixture

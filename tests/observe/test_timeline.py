@@ -17,7 +17,7 @@ import bagua.comm
 from bagua.cli import main
 from bagua.comm import Call, CallRecord, Place, Recorder
 from bagua.errors import ConfigurationError
-from bagua.observe import clock_offsets, metrics, timeline
+from bagua.observe import clock_offsets, timeline
 from bagua.observe.timeline import TraceFile
 from bagua.testing import ThreadRanks
 from bagua.torch_api.algorithms import gradient_allreduce
@@ -156,36 +156,6 @@ def test_the_rank_that_comes_last_is_named(tmp_path, capsys, hosts):
     assert facts["straggler"] == 2
     assert main.main(["timeline", str(tmp_path)]) == 0
     assert "Rank 2 is late: the others have waited 0.00 s for it" in capsys.readouterr().out
-
-
-def test_the_parts_of_time_add_up_to_that_of_the_calls_that_were_traced(tmp_path, monkeypatch):
-    """What ``metrics`` sums up while it happens, against the calls in the file; those that overlap count once."""
-    monkeypatch.setenv("BAGUA_TRACE", str(tmp_path))
-
-    def job() -> dict[str, float]:
-        train()
-        for _ in range(20):
-            works = [bagua.comm.allreduce(torch.ones(1000), async_op=True) for _ in range(3)]
-            for work in works:
-                work.wait()
-        return metrics()
-
-    for rank, found in enumerate(ThreadRanks(2).run(job, size=2)):
-        (file,) = tmp_path.glob(f"*/trace_rank_{rank}.jsonl")
-        spans: dict[str, list[tuple[float, float]]] = {}
-        for text in file.read_text().splitlines()[1:]:
-            line = json.loads(text)
-            if "call" in line:
-                spans.setdefault(line["label"], []).append((line["begun"], line["ended"]))
-        measured_us = 0.0
-        for of_label in spans.values():
-            until = 0.0
-            for begun, ended in of_label:  # in the order in which they ended
-                measured_us += max(ended - max(begun, until), 0.0)
-                until = max(until, ended)
-        parts = sum(found[f"comm/time_{part}"] for part in ("exposed", "hidden", "waiting"))
-        assert parts == pytest.approx(measured_us * 1e-6, rel=0.02)
-        assert min(found[f"comm/time_{part}"] for part in ("exposed", "hidden", "waiting")) >= 0.0
 
 
 def test_the_traces_of_the_latest_job_are_taken(tmp_path, monkeypatch):

@@ -110,17 +110,7 @@ def test_the_parts_of_many_calls_add_up_to_the_time_that_was_measured(clock, sta
     exposed, hidden, waiting = parts(statistics.times)
     assert min(exposed, hidden, waiting) > 0
     assert exposed + hidden + waiting == pytest.approx(measured, rel=1e-9)
-
-
-def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statistics):
-    recorder = statistics.recorder
-    for number in range(500):
-        statistics.end(statistics.begin(call(number + 1), clock()), clock() + 1.0, blocked_s=1.0)
-        clock.now += 1.0
     assert len(statistics.recent) == 64
-    recorder.retire(statistics)
-    assert recorder.open == ()
-    assert recorder.times() == CallTimes(500.0, 500.0, 0.0, 500.0, 500)
 
 
 def fail_unattended(checked: bool) -> str:
@@ -198,6 +188,7 @@ def test_what_is_read_while_a_communicator_is_closed_counts_it_once(clock, stati
         retiring.append(True)
         recorder.retire(asking)
         retiring.clear()
-    assert recorder.times().calls == 40
+    assert recorder.times() == CallTimes(40.0, 40.0, 0.0, 40.0, 40)
+    assert recorder.open == (statistics,)
     assert set(readings) == {0}
     assert len(recorder._books.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"

@@ -180,11 +180,10 @@ def test_who_listens_and_is_no_store_is_given_up_without_torch(says, shown, caps
     assert shown in capsys.readouterr().err
 
 
-def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch):
+def test_ranks_post_beats_while_they_call(monkeypatch):
     monkeypatch.setattr(watch_module, "BEAT_S", 0.0)
-    seen = threading.Event()
 
-    def job() -> tuple[int, float]:
+    def job() -> int:
         watch = watch_module._watches.of.get(bagua.comm.get_default_group().recorder)
         assert watch is not None
         until = time.monotonic() + 60
@@ -194,10 +193,9 @@ def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch)
             tensor.fill_(float(len(watch.others) == 1))
             bagua.comm.allreduce(tensor)
             time.sleep(0.001)
-        seen.set()
-        return len(watch.others), bagua.comm.get_default_group().recorder.beat_at
+        return len(watch.others)
 
-    assert [others for others, _ in ThreadRanks(2).run(job, size=2)] == [1, 1]
+    assert ThreadRanks(2).run(job, size=2) == [1, 1]
 
 
 def test_steps_of_a_model_are_counted():

@@ -74,11 +74,6 @@ def report_process_id(path):
     time.sleep(90 if own_rank() == 0 else 0)
 
 
-def test_values_come_in_rank_order(pool):
-    assert pool.run(return_argument, "x", size=3) == [("x", 0), ("x", 1), ("x", 2)]
-    assert pool.run(return_argument, "y", hosts=[1, 1]) == [("y", 0), ("y", 1)]
-
-
 def test_the_cause_is_raised_and_not_its_consequences(pool):
     with pytest.raises(InvalidTensorError) as caught:
         pool.run(fail_with_peer_lost_but_one)

@@ -11,14 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import bagua.torch_api
 from bagua.comm import functional
 from bagua.engine.options import ReducerOptions, SwitchOptions
 from bagua.engine.reducer import Reducer
-from bagua.errors import InvalidReduceOpError
 from bagua.torch_api import DistributedAlgorithm
 
 #: Name, and its arguments with their defaults; what follows them must be keyword-only.
@@ -206,11 +204,6 @@ def test_distributed_algorithm_has_the_documented_members():
     }.items()
 
 
-def _run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
-
-
 def test_the_import_pulls_in_nothing_heavy():
     heavy = ("torch._dynamo", "torch.distributed.algorithms", "torch.distributed.fsdp", "torch.distributed.rpc",
              "torch._inductor", "sympy", "torch.nn.parallel.distributed")  # fmt: skip
@@ -222,19 +215,15 @@ new = set(sys.modules) - before
 print([name for name in {heavy!r} if any(m == name or m.startswith(name + ".") for m in new)])
 print([name for name in new if not name.startswith(("bagua", "torch", "typing", "_"))])
 """
-    ours, others = _run(code).splitlines()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ours, others = done.stdout.splitlines()
     assert ours == "[]"
     assert len(eval(others)) < 15, others
 
 
-def test_local_rank_is_known_before_initialization():
-    code = """
-import os
-os.environ["LOCAL_RANK"] = "3"
-import bagua.torch_api as bagua
-print(bagua.get_local_rank(), bagua.is_initialized())
-"""
-    assert _run(code).strip() == "3 False"
+def test_local_rank_is_known_before_initialization(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (bagua.torch_api.get_local_rank(), bagua.torch_api.is_initialized()) == (3, False)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
@@ -263,17 +252,6 @@ def test_names_that_something_else_replaces() -> None:
 
 
 # Collectives work in place; those of Bagua 0.9 with another order are not there.
-
-
-def send_first() -> None:
-    own = torch.ones(1)
-    with pytest.raises(InvalidReduceOpError):
-        bagua.torch_api.allreduce(own, torch.zeros(1))
-    assert own.item() == 1
-
-
-def test_a_second_tensor_is_refused(thread_ranks) -> None:
-    thread_ranks(2, send_first)
 
 
 @pytest.mark.parametrize("name", ["allgather", "alltoall", "scatter"])
