@@ -6,6 +6,7 @@ The contract of transports lets a rank die in each kind of call. Here each rank 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -256,6 +257,29 @@ def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize(("took_part", "lost"), [(True, ()), (False, (2,))])
 def test_who_closed_without_its_part_is_missed_long_before_the_deadline(took_part: bool, lost: tuple[int, ...]) -> None:
     assert ProcessRanks(3, backend="gloo").run(beside_one_that_left, took_part) == [lost, (), ()]
+
+
+def broadcast_last(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    bagua.comm.init_process_group(backend="gloo", timeout=60.0)
+    communicator().barrier()
+    if rank == 1:
+        time.sleep(2.5)
+    communicator().broadcast(torch.ones(4_000_000), 0)
+
+
+def in_a_forked_child(port: int) -> int | None:
+    """Exit status of a process that multiprocessing forks: it ends without a word, and never comes to ``atexit``."""
+    multiprocessing.current_process()._config["daemon"] = False  # Such a process may have no children.
+    child = multiprocessing.get_context("fork").Process(target=broadcast_last, args=(this_rank.get().rank, port))
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+@pytest.mark.gloo
+def test_a_forked_child_that_ends_with_its_part_is_not_missed() -> None:
+    assert ProcessRanks(3, backend=None).run(in_a_forked_child, free_port()) == [0, 0, 0]
 
 
 def after_the_host_of_the_store(port: int, backend: str) -> PeerLostError:
