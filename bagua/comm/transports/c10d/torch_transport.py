@@ -92,8 +92,8 @@ class C10dTransport(Transport):
             self.failures.close()
             raise
         self._choose()
-        if not _living:  # A child that multiprocessing forks never comes to what atexit has.
-            Finalize(None, _close_all, exitpriority=0)
+        if not _living:
+            Finalize(None, _close_in_child, exitpriority=0)
         _living.add(self)
         family.add(self)
 
@@ -297,6 +297,12 @@ _living: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
 def _close_all() -> None:
     """Torch's objects that are alive when the interpreter ends abort the process."""
     run_all(transport.close for transport in list(_living))
+
+
+def _close_in_child() -> None:
+    """What multiprocessing forks comes here, not to ``atexit``: before its threads end, which may communicate."""
+    if all(one.daemon or one is threading.current_thread() for one in threading.enumerate()):
+        _close_all()
 
 
 atexit.register(_close_all)
