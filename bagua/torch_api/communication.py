@@ -3,9 +3,6 @@
 Everything is explained where it lives, in ``bagua.comm``.
 """
 
-# ruff: noqa: F401 - what is imported here is what users find
-# mypy: implicit-reexport
-
 from bagua.comm import (
     NON_MEMBER,
     Communicator,
@@ -34,10 +31,37 @@ from bagua.comm import (
     stats,
 )
 
-BaguaProcessGroup = ProcessGroup
-BaguaSingleCommunicatorPy = Communicator
-
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "NON_MEMBER",
+    "BaguaProcessGroup",
+    "BaguaSingleCommunicatorPy",
+    "Communicator",
+    "ProcessGroup",
+    "ReduceOp",
+    "Work",
+    "allgather_object",
+    "allreduce",
+    "allreduce_coalesced",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "destroy_process_group",
+    "from_torch_group",
+    "gather_object",
+    "get_default_group",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "scatter_object",
+    "send",
+    "sendrecv",
+    "stats",
+]
 
 #: Names of types in the documentation, which are here only.
 TYPES = ("BaguaProcessGroup", "BaguaSingleCommunicatorPy")
+BaguaProcessGroup = ProcessGroup
+BaguaSingleCommunicatorPy = Communicator
