@@ -87,12 +87,7 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int)
 
 
 def train_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rank: int,
-    steps: Iterable[int],
-    *,
-    set_to_none: bool = True,
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], *, set_to_none: bool = True
 ) -> None:
     """The loop that every user writes."""
     for step in steps:
@@ -116,11 +111,7 @@ def mean_gradients(model: nn.Module, size: int, losses: Callable[[nn.Module, int
 
 
 def reference(
-    model: nn.Module,
-    make_optimizer: OptimizerMaker,
-    size: int,
-    steps: Iterable[int],
-    losses: Losses = loss_of,
+    model: nn.Module, make_optimizer: OptimizerMaker, size: int, steps: Iterable[int], losses: Losses = loss_of
 ) -> State:
     """The state of ``model`` after training on the data of all ranks in this one process."""
     model = copy.deepcopy(model)

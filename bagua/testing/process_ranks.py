@@ -47,10 +47,7 @@ _LOOK_S = 60.0
 #: What a fork server imports. Tests name hypothesis and pytest at their top, every optimizer of torch imports
 #: torch._dynamo at its first step, and models are trained with bagua.parallel: a rank without them takes up to three
 #: seconds longer. The algorithm brings the codecs with it.
-PRELOADED = [
-    *(__name__, "hypothesis", "pytest", "torch._dynamo"),
-    *("bagua.parallel", "bagua.algorithms.local.diloco"),
-]
+PRELOADED = [__name__, "hypothesis", "pytest", "torch._dynamo", "bagua.parallel", "bagua.algorithms.local.diloco"]
 
 
 class ProcessRanks(RankPool):

@@ -63,10 +63,7 @@ STEPS = 12
 SLOW_CYCLES = 20_000_000
 
 
-@pytest.fixture(
-    scope="module",
-    params=["gloo", "cpu:gloo,cuda:nccl", "nccl"],
-)
+@pytest.fixture(scope="module", params=["gloo", "cpu:gloo,cuda:nccl", "nccl"])
 def pool(request: pytest.FixtureRequest) -> RankPool:
     if "nccl" in request.param and nccl_ranks() < 2:
         pytest.skip("two ranks on NCCL need two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")

@@ -50,16 +50,7 @@ from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, S
 from tests.algorithms.stacked import Replicas, plain_sgd
 from tests.contract.algorithms import promised_by
 from tests.harness import State as Snapshot
-from tests.harness import (
-    assert_close,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    reference,
-    sgd,
-    snapshot,
-    train_steps,
-)
+from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.wrapping import Branches, Loop, of_this_rank, on_ranks
 
 BYTES = ScatterGatherReducer(MinMaxUInt8())

@@ -705,14 +705,7 @@ def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
 
 
 IN_WEIGHTS = SparseLoCoAlgorithm(
-    5,
-    outer_lr=0.5,
-    error_feedback="weights",
-    block_numel=64,
-    kept=8,
-    average="all",
-    start_after=0,
-    hierarchical=False,
+    5, outer_lr=0.5, error_feedback="weights", block_numel=64, kept=8, average="all", start_after=0, hierarchical=False
 )
 
 

@@ -51,13 +51,7 @@ from bagua.torch_api.distributed import ModelSwitchWrapper
 from tests.algorithms import stacked
 from tests.algorithms.stacked import Replicas, model_of, plain_sgd
 from tests.algorithms.test_exchanges import BY_LAYER
-from tests.contract.algorithms import (
-    ONE_BUCKET_BYTES,
-    AlgorithmContract,
-    resume_and_train,
-    train,
-    train_and_save,
-)
+from tests.contract.algorithms import ONE_BUCKET_BYTES, AlgorithmContract, resume_and_train, train, train_and_save
 from tests.harness import (
     OptimizerMaker,
     State,

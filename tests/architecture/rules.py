@@ -125,11 +125,7 @@ EXTRA_PACKAGES = {
 OPEN_PACKAGES = ("bagua.torch_api", "bagua.utilities", "bagua.integrations")
 
 # Parts of torch.distributed that start things.
-LAUNCHER_MODULES = (
-    "torch.distributed.elastic",
-    "torch.distributed.launcher",
-    "torch.distributed.run",
-)
+LAUNCHER_MODULES = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 # Parts of it that integrations integrate.
 INTEGRATED_MODULES = ("torch.distributed.checkpoint", "torch.distributed.tensor")
 # What torch loads by its entry point registers a name with it, and importing comm for that would take long.

@@ -224,10 +224,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     ("pretence", "name"),
     [
         ("sys.platform = 'win32'", "win32"),
-        (
-            "import importlib.util as u; u.find_spec = lambda name, find=u.find_spec: name != 'fcntl' and find(name)",
-            "",
-        ),
+        ("import importlib.util as u; u.find_spec = lambda name, find=u.find_spec: name != 'fcntl' and find(name)", ""),
     ],
 )
 def test_a_platform_that_lacks_what_it_takes_is_one_sentence(pretence, name):

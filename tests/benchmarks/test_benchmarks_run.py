@@ -5,15 +5,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import (
-    collectives,
-    compression,
-    decentralized,
-    import_time,
-    outer_optimizer,
-    training_step,
-    watching,
-)
+from benchmarks import collectives, compression, decentralized, import_time, outer_optimizer, training_step, watching
 from tests.interpreters import interpreter
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_ranks")]

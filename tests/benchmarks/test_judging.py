@@ -13,15 +13,7 @@ from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Parameter
 from benchmarks import convergence, paired
 from benchmarks.convergence import BASELINE, MUTANT, Ended, make_lines
 from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
-from benchmarks.prediction import (
-    Cell,
-    Ground,
-    add_to,
-    main,
-    plain_step_s,
-    summary,
-    tables,
-)
+from benchmarks.prediction import Cell, Ground, add_to, main, plain_step_s, summary, tables
 
 
 def noisy_rounds(factor: float, rounds: int = 40) -> Rounds:

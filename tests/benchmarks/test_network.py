@@ -15,9 +15,7 @@ import torch
 from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
 from benchmarks.network import ranks, report
-from benchmarks.network.contenders import (
-    Prepared,
-)
+from benchmarks.network.contenders import Prepared
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
 from benchmarks.network.results import Limit, Run, make_line, pays_up_to

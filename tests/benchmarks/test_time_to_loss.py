@@ -10,15 +10,7 @@ from bagua.cli.lab import network as lab
 from benchmarks.network.tasks import PerceptronTask
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.folder import Cell, Folder
-from benchmarks.time_to_loss.reaching import (
-    Segment,
-    first_below,
-    loss_after,
-    segments,
-    steps_within,
-    target,
-    time_of,
-)
+from benchmarks.time_to_loss.reaching import Segment, first_below, loss_after, segments, steps_within, target, time_of
 from benchmarks.time_to_loss.report import Question, Report, pace_settings
 
 CURVE = {10: 3.0, 20: 2.0, 30: 1.0}

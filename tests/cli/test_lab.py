@@ -134,12 +134,7 @@ def test_a_switch_that_is_too_slow_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "module"),
-    [
-        (["t.py", "-m"], False),
-        (["--hosts", "2", "-m", "t"], True),
-        (["--", "t.py", "-m"], False),
-    ],
+    ("given", "module"), [(["t.py", "-m"], False), (["--hosts", "2", "-m", "t"], True), (["--", "t.py", "-m"], False)]
 )
 def test_a_module_is_told_from_a_script(given: list[str], module: bool) -> None:
     assert command.make_parser().parse_args(given).module is module

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms import (
-    async_model_average,
-    bytegrad,
-    decentralized,
-    gradient_allreduce,
-    q_adam,
-)
+from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 
 
 def primitives() -> None:

@@ -28,10 +28,7 @@ import bagua.torch_api
 assert bagua.torch_api is not None, "the import makes the name known"
 
 #: Tests that say nothing about us, and why.
-SKIPPED = {
-    "monitored_barrier": "torch allows it on Gloo only, by name",
-    "test_get_backend": "asks for the name gloo",
-}
+SKIPPED = {"monitored_barrier": "torch allows it on Gloo only, by name", "test_get_backend": "asks for the name gloo"}
 
 
 def _on_bagua(function: Any) -> Any:

@@ -122,11 +122,7 @@ KEYS = st.one_of(st.none(), st.integers(), st.text(), st.binary(), st.tuples(st.
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner),
-        st.lists(inner).map(tuple),
-        st.dictionaries(KEYS, inner),
-        st.sets(KEYS),
-        st.frozensets(KEYS),
+        st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(KEYS, inner), st.sets(KEYS), st.frozensets(KEYS)
     ),
     max_leaves=12,
 )

@@ -288,11 +288,7 @@ def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
 # Nothing grows, nothing stays.
 
 
-@pytest.mark.parametrize(
-    ("job", "times"),
-    [(rebuild, 200), (many_small_calls, 4000)],
-    ids=["buckets", "calls"],
-)
+@pytest.mark.parametrize(("job", "times"), [(rebuild, 200), (many_small_calls, 4000)], ids=["buckets", "calls"])
 def test_nothing_grows(shm_pool, job, times: int) -> None:
     for before, after in shm_pool.run(job, times, size=3):
         # A peer may have yet to notice that the last segment has gone.

@@ -13,13 +13,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import Communicator, ReduceOp
-from bagua.errors import (
-    BaguaError,
-    ConfigurationError,
-    InvalidRankError,
-    InvalidReduceOpError,
-    InvalidTensorError,
-)
+from bagua.errors import BaguaError, ConfigurationError, InvalidRankError, InvalidReduceOpError, InvalidTensorError
 from tests.contract.exercises import (
     COPIED,
     FLOATS,

@@ -6,12 +6,7 @@ import torch
 import bagua.comm
 import bagua.distributed as dist
 from bagua.comm import torch_forms as tagged
-from bagua.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorClosedError,
-    ConcurrentUseError,
-)
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
 
 def exchange_out_of_order():

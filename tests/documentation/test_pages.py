@@ -21,12 +21,7 @@ from tests.architecture.rules import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
-RUN = (
-    "api/distributed",
-    "save_and_resume",
-    "torch_backend",
-    "watch_a_run",
-)
+RUN = ("api/distributed", "save_and_resume", "torch_backend", "watch_a_run")
 #: Pages with complete scripts, which other tests run.
 WITH_SCRIPT = {
     "use_ddp": ("use_ddp",),

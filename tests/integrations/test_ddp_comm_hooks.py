@@ -31,26 +31,11 @@ from bagua.errors import (
 )
 from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook, register_fsdp_hook
 from bagua.parallel import with_bagua
-from bagua.primitives import (
-    AllGatherReducer,
-    ErrorFeedback,
-    PowerSGDReducer,
-    ScatterGatherReducer,
-    SumReducer,
-)
+from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer, SumReducer
 from bagua.testing import ProcessRanks
 from bagua.utilities.distributed import register_ddp_comm_hook
 from tests.contract.failures import die_last
-from tests.harness import (
-    State,
-    assert_close,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    sgd,
-    snapshot,
-    train_steps,
-)
+from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.gloo
 

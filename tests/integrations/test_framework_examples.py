@@ -26,13 +26,7 @@ EXAMPLES = REPOSITORY / "examples"
 def run(*command: str, **variables: str) -> str:
     """What a command prints; it lasts no longer than the test."""
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=REPOSITORY,
-        env=environment(**variables),
-        check=False,
+        command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=environment(**variables), check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -71,10 +71,7 @@ def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
     }
     rank = int(os.environ.get("RANK", "0"))
     return (kind or transformers.Trainer)(
-        Model(rank),
-        transformers.TrainingArguments(folder, **arguments),
-        train_dataset=data,
-        eval_dataset=data[:8],
+        Model(rank), transformers.TrainingArguments(folder, **arguments), train_dataset=data, eval_dataset=data[:8]
     )
 
 
@@ -99,10 +96,7 @@ def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
     return results
 
 
-NAMES = [
-    *("ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async"),
-    "diloco",
-]
+NAMES = [*("ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async"), "diloco"]
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: dict[Any, list[Any]]) -> None:

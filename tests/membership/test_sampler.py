@@ -15,16 +15,7 @@ from torch.utils.data import DataLoader
 from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
 from bagua.membership import ElasticSampler
-from tests.membership.training import (
-    PERIOD,
-    among,
-    joined,
-    new_store,
-    run_numbered,
-    survivors,
-    vanish,
-    wrapped,
-)
+from tests.membership.training import PERIOD, among, joined, new_store, run_numbered, survivors, vanish, wrapped
 
 
 class Place(SimpleNamespace):

@@ -16,16 +16,7 @@ from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.torch_api import bagua_init
 from tests.algorithms.test_toys import LocalSgd, Rounded
-from tests.harness import (
-    OptimizerMaker,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    mlp,
-    reference,
-    sgd,
-    snapshot,
-)
+from tests.harness import OptimizerMaker, adam, assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot
 from tests.parallel.wrapping import Loop, Made, on_ranks
 
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.

@@ -41,16 +41,7 @@ from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.wrappers import OverlappingWrapper
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import (
-    State,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    sgd,
-    snapshot,
-    train_steps,
-    until,
-)
+from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps, until
 from tests.launching import PATIENCE_S, REPOSITORY, launched
 from tests.parallel.test_decentralized import train as train_decentralized
 from tests.parallel.test_decentralized import wrap as wrap_decentralized

@@ -210,14 +210,7 @@ def test_hosts_alternate(thread_ranks, hosts, options):
 
 @pytest.mark.parametrize(
     "which",
-    [
-        topology.Ring(),
-        STAR,
-        DRAWN_PAIRS,
-        topology.Hierarchical(topology.Ring()),
-        UNEVEN_EDGES,
-        ONE_WAY,
-    ],
+    [topology.Ring(), STAR, DRAWN_PAIRS, topology.Hierarchical(topology.Ring()), UNEVEN_EDGES, ONE_WAY],
     ids=str,
 )
 @pytest.mark.parametrize("as_view", [True, False])

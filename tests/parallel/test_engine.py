@@ -271,10 +271,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict], dict | None], str]] = {
     "own": (lambda saved: {**saved, "rank0": {}}, "no parameters, others, flights"),
     "cut": (lambda saved: {**saved, "others": None}, "a list as others"),
     "other": (lambda saved: {**saved, "others": [1]}, r"a dict as others\[0\]"),
-    "flight": (
-        lambda saved: {**saved, "rank0": {**saved["rank0"], "flights": [{}]}},
-        "no label, names, step",
-    ),
+    "flight": (lambda saved: {**saved, "rank0": {**saved["rank0"], "flights": [{}]}}, "no label, names, step"),
     "no tensors": (lambda saved: {**saved, "parameters": {"0.bias": 3}}, r"a dict as parameters\['0.bias'\]"),
     "shape": (
         lambda saved: {**saved, "parameters": {"0.bias": {"residual": torch.ones(3)}}},

@@ -53,11 +53,7 @@ def _small(options: dict[str, Any]) -> dict[str, Any]:
     return {"bucket_bytes": SMALL_BUCKET_BYTES, **options}
 
 
-WRAPS: dict[str, Wrap] = {
-    "bagua_init": by_bagua_init,
-    "with_bagua": by_with_bagua,
-    "data_parallel": by_data_parallel,
-}
+WRAPS: dict[str, Wrap] = {"bagua_init": by_bagua_init, "with_bagua": by_with_bagua, "data_parallel": by_data_parallel}
 
 
 def of_this_rank() -> nn.Module:

@@ -451,8 +451,6 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "broadcast_object_list keeps the last object": around(dist, "broadcast_object_list", _keeps_the_last),
     "recv_object_list turns its list around": _turns(dist, "recv_object_list", 0),
     "scatter_object_list gives all the first object": around(
-        dist,
-        "scatter_object_list",
-        lambda true, found, given, **o: true(found, given and [given[0]] * len(given), **o),
+        dist, "scatter_object_list", lambda true, found, given, **o: true(found, given and [given[0]] * len(given), **o)
     ),
 }

@@ -20,15 +20,7 @@ import torch
 import bagua.comm
 from bagua.comm.objects import as_bytes
 from tests.contract.exercises import COPIED, LEGAL, REDUCED, CallSetting, Exercise, as_it_is, assert_same
-from tests.contract.results import (
-    as_leaf,
-    conjugated,
-    negated,
-    strided,
-    transposed,
-    with_history,
-    with_offset,
-)
+from tests.contract.results import as_leaf, conjugated, negated, strided, transposed, with_history, with_offset
 from tests.programs import mirror, native
 from tests.programs.native import Description, Place, places_of_bagua, places_of_torch
 

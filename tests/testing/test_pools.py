@@ -16,10 +16,7 @@ from bagua.testing import ProcessRanks, RankDiedError, RankHangsError, ThreadRan
 from bagua.testing.ranks import this_rank
 
 # These tests are about the pools alone: the ranks do not communicate.
-POOLS = {
-    "threads": lambda: ThreadRanks(4, backend=None),
-    "processes": lambda: ProcessRanks(4, backend=None),
-}
+POOLS = {"threads": lambda: ThreadRanks(4, backend=None), "processes": lambda: ProcessRanks(4, backend=None)}
 
 
 @pytest.fixture(params=sorted(POOLS))
