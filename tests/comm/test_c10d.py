@@ -298,6 +298,21 @@ def test_closing_frees_the_backend_without_the_garbage_collector(broken: bool) -
     assert [transport() for _, transport in found] == [None, None]
 
 
+def test_ctrl_c_while_closing_tells_the_others_leaves_nothing_open() -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def job(comm: Communicator) -> tuple[dict[str, Any], int]:
+        comm.barrier()
+        mailbox = comm._transport.failures._mailbox
+        mailbox.tell = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            comm.close()
+        return comm._transport._channels, mailbox._listener.fileno()
+
+    assert values(run_on_gloo(3, job)) == [({}, -1)] * 3
+
+
 class LateWork:
     """A work of Gloo that ends after two slices of waiting."""
 

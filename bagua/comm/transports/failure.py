@@ -8,6 +8,8 @@ socket for each communicator, its mailbox. No thread serves it, and it costs not
   ends, or closes the communicator, the kernel refuses them.
 * A notice that was written to a mailbox waits in the kernel of the reader. A rank that knows the
   cause can tell the others, raise its error and end; they read the notice when their calls fail.
+* A rank that closes with no call under way says so. More closed connections than such notices mean that a rank died:
+  Gloo does not tell a call that sends to it.
 
 None of this needs the store, whose host may be the rank that died, or the first that gave up.
 """
@@ -112,7 +114,7 @@ class Mailbox:
         #: Hosts whose mailboxes were reached once: elsewhere a refusal proves nothing.
         self._reached: set[int] = set()
         self._heard, self._late = set[int](), set[int]()
-        #: Ranks that closed in peace, with all that they needed.
+        #: Ranks that closed with no call under way.
         self.left = set[int]()
         self._cause: Cause | None = None
         self._reading = threading.Lock()
@@ -161,7 +163,7 @@ class Mailbox:
         Args:
             cause: why, if that is known.
             late: this rank came when others had given up.
-            leaves: no call failed: this rank has all that it needs, and closes.
+            leaves: this rank closes with no call under way; nothing has failed.
         """
         rank = self._membership.rank
         content = {"rank": rank, "cause": cause and _shortened(cause), "late": late, "leaves": leaves}
@@ -336,17 +338,17 @@ class FailureFinder:
         membership: the ranks. Building this is collective among them.
         disconnect: closes all connections of the transport, so that calls under way end here and on the peers; runs
             once, in any thread, and raises nothing.
-        closed: how many connections have closed, as far as that is known.
+        count_closed: how many connections have closed, as far as that is known.
 
     Raises:
         TransportUnavailableError: the system gives no socket.
         CollectiveTimeoutError: some ranks never came; ``peers`` names them.
     """
 
-    def __init__(self, membership: Membership, disconnect: Callable[[], None], closed: Callable[[], int]) -> None:
+    def __init__(self, membership: Membership, disconnect: Callable[[], None], count_closed: Callable[[], int]) -> None:
         self._membership = membership
         self.judge = membership.judge
-        self._disconnect, self._count_closed = disconnect, closed
+        self._disconnect, self._count_closed = disconnect, count_closed
         #: How many connections had closed when they were counted, and since when it is so many.
         self._closed = (0, 0.0)
         self._global_rank = membership.ranks[membership.rank]
@@ -513,7 +515,7 @@ class FailureFinder:
             self._break(cause, announce=True)
         elif self._cause is None:
             self._cause = cause
-            if self._membership.size > 2:  # A last connection tells enough.
+            if self._membership.size > 2:  # Of two ranks, the connection that closes says as much.
                 self._mailbox.tell(None, leaves=True)
 
     def close(self) -> None:

@@ -242,7 +242,13 @@ class C10dTransport(Transport):
             self._closed = True
         pending = [handle for handle in list(self._outstanding) if not handle.is_completed()]
         broken = self.failures.broken
-        self.failures.end(under_way=bool(pending))
+        try:
+            self.failures.end(under_way=bool(pending))
+        finally:  # Ctrl-C may end what tells the others.
+            self._let_go(broken)
+
+    def _let_go(self, broken: bool) -> None:
+        """Give back what a closed transport holds."""
         for handle in list(self._outstanding):
             handle.discard(self.failures.ended())
         self._outstanding.clear()
@@ -300,8 +306,8 @@ def _close_all() -> None:
 
 
 def _close_in_child() -> None:
-    """What multiprocessing forks comes here, not to ``atexit``: before its threads end, which may communicate."""
-    if all(one.daemon or one is threading.current_thread() for one in threading.enumerate()):
+    """Children that multiprocessing forks come here, never to ``atexit``, and before they wait for their threads."""
+    if all(one.daemon or one is threading.current_thread() for one in threading.enumerate()):  # Others may communicate.
         _close_all()
 
 
