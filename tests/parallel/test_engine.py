@@ -61,7 +61,7 @@ from bagua.parallel import OverlappingWrapper, allreduce_optimizer_state, broadc
 from bagua.primitives import State
 from bagua.testing import ThreadRanks
 from tests.architecture.rules import REPOSITORY
-from tests.harness import mlp, seeded, sgd, until
+from tests.harness import mlp, seeded, sgd
 from tests.parallel.wrapping import Branches, Loop, branch_loss, on_ranks
 
 members = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=40)
@@ -684,30 +684,6 @@ def test_the_last_bucket_waits_for_the_end_of_a_pass_that_ends_soon_and_needs_no
         started.clear()
         wrapped(Last.apply(torch.ones(6, 8, requires_grad=True), partial(rest, step == 3))).sum().backward()
     assert seen == ["rest", "here"] * 3 + ["in a thread", "rest"] + ["rest", "here"]
-
-
-@dataclass(frozen=True)
-class FirstBucketFails(How):
-    """In step 1 the first bucket finds out that a rank is gone."""
-
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
-        if flight.step == 1 and flight.bucket.index == 0:
-            group.global_communicator.abort("it is over")
-            raise PeerLostError.of(9, "it is on fire")
-        group.global_communicator.allreduce(flight.flat)
-
-
-@on_ranks(2)
-def test_the_exchange_that_failed_first_says_why_and_not_the_last_bucket_which_is_refused():
-    sums = Algorithm.of(Exchange(Gradients(), Every(), FirstBucketFails(), Replace()))
-    loop = Loop(OverlappingWrapper, algorithm=sums, bucket_bytes=1)
-
-    def backward(rest: Callable[[], None]) -> None:
-        loop.wrapped(Last.apply(torch.ones(6, 8, requires_grad=True), rest)).sum().backward()
-
-    backward(lambda: None)
-    with pytest.raises(PeerLostError, match="lost rank 9: it is on fire"):
-        backward(lambda: until(loop.reducer.scheduler.lanes.idle))
 
 
 class Opaque:

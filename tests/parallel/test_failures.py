@@ -47,7 +47,7 @@ class CodecError(Exception):
 def _chain(error: BaseException | None) -> list[BaseException]:
     chain: list[BaseException] = []
     while error is not None:
-        assert error not in chain, "whoever walks through it walks for ever"
+        assert error not in chain, "the chain leads back to itself"
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
