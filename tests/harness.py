@@ -11,10 +11,12 @@ import contextlib
 import copy
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,14 @@ def until(condition: Callable[[], object], patience_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.001)
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process, and return when all of its threads stand: until then one of them may answer."""
+    os.kill(pid, signal.SIGSTOP)
+    until(
+        lambda: all(one.read_text().rpartition(") ")[2][0] == "T" for one in Path(f"/proc/{pid}/task").glob("*/stat"))
+    )
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

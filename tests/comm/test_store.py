@@ -31,7 +31,7 @@ from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import FailureFinder
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
-from tests.harness import until
+from tests.harness import stop_process
 from tests.interpreters import interpreter
 from tests.launching import free_port
 
@@ -239,11 +239,7 @@ class Host:
         self.store = connect_store(port, 20.0)
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in self.tasks()))  # One may answer.
-
-    def tasks(self) -> list[Path]:
-        return list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
+        stop_process(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

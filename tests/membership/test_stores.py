@@ -21,7 +21,7 @@ from bagua.comm.store.keys import BoundedStore, PolledStore
 from bagua.comm.store.serving import EtcdStore
 from bagua.errors import ConfigurationError, StoreLostError
 from bagua.membership.state import Deadlines
-from tests.harness import in_threads
+from tests.harness import in_threads, stop_process
 from tests.membership.servers import (
     ETCD,
     KEY,
@@ -110,7 +110,7 @@ def test_a_cluster_survives_the_loss_of_any_server(tmp_path):
         store.set("a", "1")
         processes[0].kill()  # The one that is asked first; it may be the leader.
         assert store.get("a") == b"1"
-        os.kill(processes[1].pid, signal.SIGSTOP)  # No majority is left.
+        stop_process(processes[1].pid)  # No majority is left.
         hasty = EtcdStore(servers, timeout_s=1.0, limit_s=0.2)
         with pytest.raises(StoreLostError, match="no server of etcd answered"):
             Cells(hasty).post("b", 1)
