@@ -25,14 +25,15 @@ from bagua.late import late
 
 if TYPE_CHECKING:
     from bagua.algorithms.async_model_average import *
+    from bagua.algorithms.decentralized import *
     from bagua.algorithms.exchanges.gossip import *
-    from bagua.algorithms.gradients.bytegrad import *
     from bagua.algorithms.gradients.dion import *
     from bagua.algorithms.gradients.loco import *
-    from bagua.algorithms.gradients.one_bit_adam import *
+    from bagua.algorithms.gradients.one_bit import *
     from bagua.algorithms.gradients.one_bit_lamb import *
     from bagua.algorithms.gradients.power_sgd import *
     from bagua.algorithms.gradients.q_adam import *
+    from bagua.algorithms.gradients.quantized import *
     from bagua.algorithms.gradients.scatter_gather import *
     from bagua.algorithms.gradients.sign_sgd import *
     from bagua.algorithms.gradients.top_k import *
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from bagua.algorithms.local.local_sgd import *
     from bagua.algorithms.local.slowmo import *
     from bagua.algorithms.local.sparse_loco import *
-    from bagua.algorithms.neighbors.decentralized import *
     from bagua.algorithms.neighbors.low_precision_decentralized import *
 
 __all__ = ["LocalUpdates", "ReducedGradients"]
@@ -51,14 +51,14 @@ __all__ += base.__all__ + between_islands.__all__ + exchange.__all__ + fields.__
 _ALGORITHMS = {
     "gradient_allreduce": ("gradients.gradient_allreduce", "GradientAllReduce"),
     "scatter_gather_allreduce": ("gradients.scatter_gather", "ScatterGatherAllReduce"),
-    "bytegrad": ("gradients.bytegrad", "ByteGrad"),
+    "bytegrad": ("gradients.quantized", "ByteGrad"),
     "power_sgd": ("gradients.power_sgd", "PowerSGD"),
     "top_k": ("gradients.top_k", "TopK"),
     "sign_sgd": ("gradients.sign_sgd", "SignSGD"),
-    "decentralized": ("neighbors.decentralized", "Decentralized"),
+    "decentralized": ("decentralized", "Decentralized"),
     "low_precision_decentralized": ("neighbors.low_precision_decentralized", "LowPrecisionDecentralized"),
     "qadam": ("gradients.q_adam", "QAdam"),
-    "one_bit_adam": ("gradients.one_bit_adam", "OneBitAdam"),
+    "one_bit_adam": ("gradients.one_bit", "OneBitAdam"),
     "loco": ("gradients.loco", "LoCo"),
     "dion": ("gradients.dion", "Dion"),
     "one_bit_lamb": ("gradients.one_bit_lamb", "OneBitLamb"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.gradients.one_bit_adam import OneBitAdamAlgorithm
+from bagua.algorithms.gradients.one_bit import OneBitAdamAlgorithm
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 
 
