@@ -1,4 +1,4 @@
-"""Algorithms that say what ranks exchange, and when; one file each."""
+"""Algorithms that say what ranks exchange, and when."""
 
 from typing import TYPE_CHECKING
 
@@ -28,20 +28,16 @@ if TYPE_CHECKING:
     from bagua.algorithms.decentralized import *
     from bagua.algorithms.exchanges.gossip import *
     from bagua.algorithms.gradients.dion import *
-    from bagua.algorithms.gradients.loco import *
     from bagua.algorithms.gradients.one_bit import *
-    from bagua.algorithms.gradients.one_bit_lamb import *
     from bagua.algorithms.gradients.power_sgd import *
     from bagua.algorithms.gradients.q_adam import *
     from bagua.algorithms.gradients.quantized import *
     from bagua.algorithms.gradients.scatter_gather import *
-    from bagua.algorithms.gradients.sign_sgd import *
     from bagua.algorithms.gradients.top_k import *
     from bagua.algorithms.local.diloco import *
     from bagua.algorithms.local.local_sgd import *
     from bagua.algorithms.local.slowmo import *
     from bagua.algorithms.local.sparse_loco import *
-    from bagua.algorithms.neighbors.low_precision_decentralized import *
 
 __all__ = ["LocalUpdates", "ReducedGradients"]
 __all__ += base.__all__ + between_islands.__all__ + exchange.__all__ + fields.__all__ + outer.__all__ + values.__all__
@@ -54,14 +50,14 @@ _ALGORITHMS = {
     "bytegrad": ("gradients.quantized", "ByteGrad"),
     "power_sgd": ("gradients.power_sgd", "PowerSGD"),
     "top_k": ("gradients.top_k", "TopK"),
-    "sign_sgd": ("gradients.sign_sgd", "SignSGD"),
+    "sign_sgd": ("gradients.quantized", "SignSGD"),
     "decentralized": ("decentralized", "Decentralized"),
-    "low_precision_decentralized": ("neighbors.low_precision_decentralized", "LowPrecisionDecentralized"),
+    "low_precision_decentralized": ("decentralized", "LowPrecisionDecentralized"),
     "qadam": ("gradients.q_adam", "QAdam"),
     "one_bit_adam": ("gradients.one_bit", "OneBitAdam"),
-    "loco": ("gradients.loco", "LoCo"),
+    "loco": ("gradients.quantized", "LoCo"),
     "dion": ("gradients.dion", "Dion"),
-    "one_bit_lamb": ("gradients.one_bit_lamb", "OneBitLamb"),
+    "one_bit_lamb": ("gradients.one_bit", "OneBitLamb"),
     "local_sgd": ("local.local_sgd", "LocalSGD"),
     "slowmo": ("local.slowmo", "SlowMo", "SlowStep"),
     "diloco": ("local.diloco", "DiLoCo"),

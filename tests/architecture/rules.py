@@ -139,8 +139,6 @@ METHODS_OF_TORCH = {
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 600
 MOST_FILES = 15
-#: Folders with one file for each algorithm.
-OF_ALGORITHMS = {"gradients", "local", "neighbors"}
 
 Rule = Callable[[list[SourceFile]], list[str]]
 
@@ -345,8 +343,8 @@ def files_are_short(sources: list[SourceFile]) -> list[str]:
 
 
 def folders_hold_few_files(sources: list[SourceFile]) -> list[str]:
-    """A folder with more files than this wants to be two; there may be any number of algorithms, one in each file."""
-    counts = Counter(source.path.parent for source in sources if source.path.parent.name not in OF_ALGORITHMS)
+    """A folder with more files than this wants to be two."""
+    counts = Counter(source.path.parent for source in sources)
     return [f"{folder}: {count} files, at most {MOST_FILES}" for folder, count in counts.items() if count > MOST_FILES]
 
 

@@ -1,1 +1,0 @@
-"""Algorithms whose ranks mix weights with their neighbors."""
