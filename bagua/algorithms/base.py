@@ -29,16 +29,9 @@ from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 
 __all__ = [
-    "Algorithm",
-    "AlgorithmImpl",
-    "ByHost",
-    "DistributedAlgorithm",
-    "Registry",
-    "around",
-    "as_algorithm",
-    "bound_form",
+    "Algorithm", "AlgorithmImpl", "ByHost", "DistributedAlgorithm", "Registry", "around", "as_algorithm", "bound_form",
     "registry",
-]
+]  # fmt: skip
 
 Declaration = TypeVar("Declaration")
 

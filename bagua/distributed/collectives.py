@@ -19,27 +19,11 @@ from bagua.comm import Communicator, Group, NonMember, ReduceOp, TorchWork, Work
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-]
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list",
+]  # fmt: skip
 
 #: Where callbacks of futures of a communicator run; the thread starts with the first of them.
 _callback_threads: weakref.WeakKeyDictionary[Communicator, comm.CallbackThread] = weakref.WeakKeyDictionary()

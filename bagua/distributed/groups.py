@@ -15,21 +15,10 @@ from bagua.comm import NON_MEMBER, Group, NonMember, ProcessGroup, Store, meet_a
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [
-    "GroupMember",
-    "destroy_process_group",
-    "get_backend",
-    "get_global_rank",
-    "get_group_rank",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "init_process_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "split_group",
-]
+    "GroupMember", "destroy_process_group", "get_backend", "get_global_rank", "get_group_rank",
+    "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group", "new_group",
+    "new_subgroups", "new_subgroups_by_enumeration", "split_group",
+]  # fmt: skip
 
 _NO_OPTIONS = "These are options of torch's backends; bagua.comm has its own arguments."
 

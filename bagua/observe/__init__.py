@@ -6,12 +6,6 @@ from bagua.observe.timeline import clock_offsets, timeline, write_timeline
 from bagua.observe.watch import CsvWriter, metrics
 
 __all__ = [
-    "CsvWriter",
-    "clock_offsets",
-    "explain",
-    "latest_of",
-    "metrics",
-    "read_flight_records",
-    "timeline",
+    "CsvWriter", "clock_offsets", "explain", "latest_of", "metrics", "read_flight_records", "timeline",
     "write_timeline",
-]
+]  # fmt: skip

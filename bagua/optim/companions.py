@@ -16,14 +16,9 @@ from bagua.checks import check_whole
 from bagua.optim.group_optimizer import TogetherOptimizer, begin_at_zero, check_betas, check_not_negative, denominators
 
 __all__ = [
-    "AccumAdam",
-    "AccumAdamW",
-    "lr_scheduler_fn_cosine_with_warmup",
-    "optim_fn_accum_adam",
-    "optim_fn_accum_adamw",
-    "optim_fn_adam",
-    "optim_fn_adamw",
-]
+    "AccumAdam", "AccumAdamW", "lr_scheduler_fn_cosine_with_warmup", "optim_fn_accum_adam", "optim_fn_accum_adamw",
+    "optim_fn_adam", "optim_fn_adamw",
+]  # fmt: skip
 
 
 class AccumAdam(TogetherOptimizer):

@@ -25,17 +25,9 @@ if TYPE_CHECKING:
     from bagua.parallel.decentralized import *
 
 __all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "BackwardHooks",
-    "BucketType",
-    "Reducer",
-    "TensorDeclaration",
-    "allreduce_optimizer_state",
-    "allreduce_parameters",
-    "broadcast_buffers_of",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
+    "DEFAULT_BUCKET_BYTES", "BackwardHooks", "BucketType", "Reducer", "TensorDeclaration", "allreduce_optimizer_state",
+    "allreduce_parameters", "broadcast_buffers_of", "broadcast_optimizer_state", "broadcast_parameters",
+]  # fmt: skip
 __all__ += data_parallel.__all__ + module.__all__ + wrappers.__all__
 
 _DECENTRALIZED = ("DecentralizedDataParallel", "LRSchedulerFunction", "OptimizerFunction")

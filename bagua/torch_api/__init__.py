@@ -24,29 +24,11 @@ if TYPE_CHECKING:
     from bagua.utilities.training import distributed_loader, print_rank_0
 
 __all__ = [
-    "BaguaModule",
-    "DistributedAlgorithm",
-    "ElasticSampler",
-    "Islands",
-    "Members",
-    "TorchBackendOptions",
-    "advise",
-    "algorithms",
-    "bagua_init",
-    "communication",
-    "data_parallel",
-    "distributed",
-    "distributed_define",
-    "distributed_loader",
-    "env",
-    "exceptions",
-    "join_islands",
-    "metrics",
-    "print_rank_0",
-    "unwrap",
-    "watch",
+    "BaguaModule", "DistributedAlgorithm", "ElasticSampler", "Islands", "Members", "TorchBackendOptions", "advise",
+    "algorithms", "bagua_init", "communication", "data_parallel", "distributed", "distributed_define",
+    "distributed_loader", "env", "exceptions", "join_islands", "metrics", "print_rank_0", "unwrap", "watch",
     "with_bagua",
-]
+]  # fmt: skip
 __all__ += env.__all__
 __all__ += [name for name in communication.__all__ if name not in communication.TYPES]
 

@@ -32,34 +32,12 @@ from bagua.comm import (
 )
 
 __all__ = [
-    "NON_MEMBER",
-    "BaguaProcessGroup",
-    "BaguaSingleCommunicatorPy",
-    "Communicator",
-    "ProcessGroup",
-    "ReduceOp",
-    "Work",
-    "allgather_object",
-    "allreduce",
-    "allreduce_coalesced",
-    "barrier",
-    "broadcast",
-    "broadcast_coalesced",
-    "broadcast_object",
-    "destroy_process_group",
-    "from_torch_group",
-    "gather_object",
-    "get_default_group",
-    "init_process_group",
-    "is_initialized",
-    "new_group",
-    "recv",
-    "reduce",
-    "scatter_object",
-    "send",
-    "sendrecv",
+    "NON_MEMBER", "BaguaProcessGroup", "BaguaSingleCommunicatorPy", "Communicator", "ProcessGroup", "ReduceOp", "Work",
+    "allgather_object", "allreduce", "allreduce_coalesced", "barrier", "broadcast", "broadcast_coalesced",
+    "broadcast_object", "destroy_process_group", "from_torch_group", "gather_object", "get_default_group",
+    "init_process_group", "is_initialized", "new_group", "recv", "reduce", "scatter_object", "send", "sendrecv",
     "stats",
-]
+]  # fmt: skip
 
 #: Names of types in the documentation, which are here only.
 TYPES = ("BaguaProcessGroup", "BaguaSingleCommunicatorPy")

@@ -14,14 +14,6 @@ from bagua.parallel import (
 )
 
 __all__ = [
-    "BaguaModule",
-    "BucketType",
-    "DistributedAlgorithm",
-    "DistributedModule",
-    "ModelSwitchWrapper",
-    "OverlappingWrapper",
-    "Reducer",
-    "allreduce_parameters",
-    "bagua_init",
-    "broadcast_parameters",
-]
+    "BaguaModule", "BucketType", "DistributedAlgorithm", "DistributedModule", "ModelSwitchWrapper",
+    "OverlappingWrapper", "Reducer", "allreduce_parameters", "bagua_init", "broadcast_parameters",
+]  # fmt: skip

@@ -22,17 +22,10 @@ from bagua.utilities import rank_zero
 from bagua.utilities.rank_zero import *  # noqa: F403 - names that it lists
 
 __all__ = [
-    "AllGatherGrad",
-    "all_gather_ddp_if_available",
-    "distributed_available",
-    "gather_all_tensors",
-    "get_default_process_group_backend_for_device",
-    "init_dist_connection",
-    "register_ddp_comm_hook",
-    "sync_ddp",
-    "sync_ddp_if_available",
-    "tpu_distributed",
-]
+    "AllGatherGrad", "all_gather_ddp_if_available", "distributed_available", "gather_all_tensors",
+    "get_default_process_group_backend_for_device", "init_dist_connection", "register_ddp_comm_hook", "sync_ddp",
+    "sync_ddp_if_available", "tpu_distributed",
+]  # fmt: skip
 __all__ += rank_zero.__all__
 
 _NAMED_OPS = {

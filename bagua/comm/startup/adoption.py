@@ -24,17 +24,9 @@ from bagua.comm.startup.initialization import init_process_group
 from bagua.errors import InvalidRankError, NotInitializedError
 
 __all__ = [
-    "GradBucket",
-    "Group",
-    "as_communicator",
-    "as_group",
-    "available",
-    "backend_of",
-    "communicator_of",
-    "rank_among_all",
-    "ranks_of",
-    "size_of_all",
-]
+    "GradBucket", "Group", "as_communicator", "as_group", "available", "backend_of", "communicator_of",
+    "rank_among_all", "ranks_of", "size_of_all",
+]  # fmt: skip
 
 #: What torch's DDP hands to communication hooks.
 GradBucket = dist.GradBucket

@@ -34,18 +34,9 @@ from bagua.comm.transports.registry import backend_refusal
 from bagua.errors import BaguaError, InvalidRankError, InvalidTypeError, NotInitializedError, blame
 
 __all__ = [
-    "destroy_process_group",
-    "from_torch_group",
-    "get_default_group",
-    "get_local_rank",
-    "get_local_size",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
-    "is_initialized",
-    "new_group",
-    "stats",
-]
+    "destroy_process_group", "from_torch_group", "get_default_group", "get_local_rank", "get_local_size",
+    "get_node_rank", "get_rank", "get_world_size", "is_initialized", "new_group", "stats",
+]  # fmt: skip
 
 #: A launcher blames the process that ends first. Those that end because of another one let it go ahead.
 _AFTER_THE_CAUSE_S = 1.0
