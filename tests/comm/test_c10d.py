@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 import bagua.comm
+from bagua.comm import long_wait
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
@@ -338,6 +340,24 @@ def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> 
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("well", [False, True])
+def test_what_a_rank_has_found_comes_before_what_its_peers_did_meanwhile(monkeypatch: pytest.MonkeyPatch, well) -> None:
+    """They found it, too, and left; a call that ended well meanwhile has no error."""
+    monkeypatch.setattr(long_wait, "FIRST_WARNING_S", 0.0)
+    work, found = LateWork(), CollectiveMismatchError("ranks wait for each other")
+    work.slices = 10**9
+
+    def judge() -> CollectiveMismatchError:
+        work.is_completed = lambda: True  # type: ignore[method-assign]
+        work.slices *= not well
+        return found
+
+    failures: Any = SimpleNamespace(judge=judge, warn_of=lambda *_: None, peers_left=lambda: True)
+    handle = HostHandle(failures, (work,), None, 20.0, None)
+    with contextlib.nullcontext() if well else pytest.raises(CollectiveMismatchError, match="wait for each other"):
+        handle.wait()
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("recv", False), ("allreduce", True), ("recv", True)])

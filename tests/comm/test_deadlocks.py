@@ -82,6 +82,20 @@ def test_a_message_and_a_collective_that_wait_for_each_other_end_alike(ranks):
     assert [(type(error), error.peers) for error in errors] == [(CollectiveMismatchError, (0, 1))] * 2
 
 
+def other_sizes(sizes: tuple[int, int]) -> BaguaError:
+    comm = bagua.comm.get_default_group().global_communicator
+    comm.barrier()
+    return error_of(lambda: comm.allreduce(torch.ones(sizes[comm.rank])))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (2, 1)], ids=str)
+def test_ranks_in_calls_of_the_same_number_that_differ_are_told_of_both(ranks, sizes):
+    errors = ranks(2, other_sizes, sizes)
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
+    said = f"{errors[0].expected}; {errors[0].seen}"
+    assert all(f"#2 allreduce({size} x float32, sum)" in said for size in sizes)
+
+
 def uneven(algorithm: str) -> BaguaError:
     """Rank 1 has a batch more than rank 0, and then both count what was right."""
     rank, model = bagua.comm.get_rank(), mlp()
@@ -178,10 +192,10 @@ def test_who_was_not_known_yet_lets_the_named_ones_read_before_it_leaves():
 
 
 class Play(NamedTuple):
-    """Calls of each rank, in order: the communicator of each, or the peer of a message."""
+    """Calls of each rank, in order: the communicator of each, and what its ranks must agree on."""
 
     members: list[list[int]]
-    programs: list[list[int]]
+    programs: list[list[tuple[int, int]]]
 
 
 @st.composite
@@ -190,13 +204,14 @@ def plays(draw: st.DrawFn) -> Play:
     sets = st.lists(st.integers(0, size - 1), min_size=2, max_size=size, unique=True)
     members = draw(st.lists(sets, min_size=1, max_size=3))
     mine = [[number for number, one in enumerate(members) if rank in one] for rank in range(size)]
-    programs = [draw(st.lists(st.sampled_from(one), max_size=5)) if one else [] for one in mine]
+    kinds = st.sampled_from([0, 0, 0, 1])
+    programs = [draw(st.lists(st.tuples(st.sampled_from(one), kinds), max_size=5)) if one else [] for one in mine]
     return Play(members, programs)
 
 
 def ended(play: Play) -> list[int]:
     """How many calls of each rank end, if none is ever given up."""
-    begun = [[] for _ in play.programs]  # Communicators of the calls that each rank has begun.
+    begun = [[] for _ in play.programs]  # The calls that each rank has begun.
     over = [0] * len(play.programs)
     moved = True
     while moved:
@@ -206,12 +221,17 @@ def ended(play: Play) -> list[int]:
                 begun[rank].append(program[over[rank]])
                 moved = True
             elif over[rank] < len(begun[rank]):
-                one = begun[rank][-1]
-                number = begun[rank].count(one)
-                if all(begun[other].count(one) >= number for other in play.members[one]):
+                one = begun[rank][-1][0]
+                number = len(kinds_on(one, begun[rank]))
+                there = [kinds_on(one, begun[other])[number - 1 : number] for other in play.members[one]]
+                if all(kinds == [begun[rank][-1][1]] for kinds in there):
                     over[rank] += 1
                     moved = True
     return over
+
+
+def kinds_on(communicator: int, calls: list[tuple[int, int]]) -> list[int]:
+    return [kind for one, kind in calls if one == communicator]
 
 
 def reports(play: Play, over: list[int]) -> dict[int, Standstill]:
@@ -220,10 +240,11 @@ def reports(play: Play, over: list[int]) -> dict[int, Standstill]:
     for rank, program in enumerate(play.programs):
         begun = program[: over[rank] + 1]
         if over[rank] < len(program):
-            one = program[over[rank]]
-            waits = (AwaitedCall(str(one), begun.count(one), tuple(play.members[one]), "a call"),)
-            mine = [number for number, members in enumerate(play.members) if rank in members]
-            found[rank] = Standstill(len(begun), waits, {str(number): begun.count(number) for number in mine})
+            one, kind = program[over[rank]]
+            counts = {str(number): len(kinds_on(number, begun)) for number in range(len(play.members))}
+            waits = (AwaitedCall(str(one), counts[str(one)], tuple(play.members[one]), "a call", (kind,)),)
+            mine = [str(number) for number, members in enumerate(play.members) if rank in members]
+            found[rank] = Standstill(len(begun), waits, {number: counts[number] for number in mine})
     return found
 
 
@@ -239,7 +260,11 @@ def test_who_is_called_stuck_never_goes_on_and_who_waits_for_the_stuck_is_called
     called = stuck(found)
     for rank, report in found.items():
         wait = report.waits[0]
-        missing = [one for one in wait.peers if one in found and found[one].begun[wait.where] < wait.sequence]
+        there = {one: found[one] for one in wait.peers if one in found}
+        missing = [one for one, other in there.items() if other.begun[wait.where] < wait.sequence]
+        missing += [
+            one for one, other in there.items() if other.waits[0][:2] == wait[:2] and other.waits[0][4] != wait[4]
+        ]
         assert (rank in called) == any(one in called for one in missing)
 
 
@@ -259,10 +284,13 @@ def test_what_waits_for_nobody_in_particular_is_not_stuck():
 
 def test_a_rank_with_another_call_that_will_end_is_not_stuck():
     """Its background thread is in a call in which all have come: it may begin what the others wait for."""
-    both = (AwaitedCall("a", 1, (0, 1), "allreduce"), AwaitedCall("b", 1, (0, 1), "allreduce"))
-    first = Standstill(2, both, {"a": 1, "b": 1, "c": 0})
-    second = Standstill(2, (AwaitedCall("c", 1, (0, 1), "barrier"),), {"a": 0, "b": 1, "c": 1})
-    assert stuck({0: first, 1: second}) == []
+    calls = (
+        AwaitedCall(where, number, (0, 1), "allreduce", (number, ord(where))) for where in "ab" for number in (1, 2)
+    )
+    both = tuple(calls)
+    first = Standstill(4, both, {"a": 2, "b": 2, "c": 0})
+    second = Standstill(2, (AwaitedCall("c", 1, (0, 1), "barrier"),), {"a": 0, "b": 2, "c": 1})
+    assert stuck({0: first, 1: second}) == stuck({0: first, 1: first}) == []
     assert stuck({0: first._replace(waits=both[:1]), 1: second}) == [0, 1]
 
 

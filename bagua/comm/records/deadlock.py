@@ -3,7 +3,7 @@
 A rank whose code that computes stands still begins no call until one of those that it waits in is over. It says which
 these are, and how many calls it has begun on each communicator, again and again. Two looks that find the same, with
 each rank having spoken in between, show one moment. A rank that waits there only for ranks that stand still as well
-never goes on.
+never goes on; nor do ranks whose calls of one number differ.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class AwaitedCall(NamedTuple):
         sequence: number of the collective there; 0 for a call between two ranks.
         peers: ranks that the call needs.
         text: the call in words.
+        agreement: what all ranks of the collective must agree on, in numbers; empty for a call between two ranks.
     """
 
     where: str
     sequence: int
     peers: tuple[int, ...]
     text: str
+    agreement: tuple[int, ...] = ()
 
 
 class Standstill(NamedTuple):
@@ -64,9 +66,11 @@ class Standstill(NamedTuple):
 
 
 def _waits_for(wait: AwaitedCall, rank: int, report: Standstill) -> bool:
-    """Whether the call ``wait`` of ``rank`` needs one that the rank with this report has not begun."""
+    """Whether the call ``wait`` of ``rank`` needs one that the rank with this report has not begun, or that differs."""
     if wait.sequence:
-        return report.begun.get(wait.where, wait.sequence) < wait.sequence
+        others = [one for one in report.waits if one[:2] == wait[:2]]
+        missing = report.begun.get(wait.where, wait.sequence) < wait.sequence
+        return missing or any(one.agreement != wait.agreement for one in others)
     # Both ends of a message that takes its time are under way.
     return not any(one.where == wait.where and not one.sequence and rank in one.peers for one in report.waits)
 
@@ -154,7 +158,7 @@ class Deadlocks:
         activity = str(self._activity) if entry.place.label == self._label else ""
         text = ", ".join(part for part in (str(call), f"on {entry.place.label}", activity and f"in {activity}") if part)
         if call.kind not in POINT_TO_POINT:
-            return AwaitedCall(_where(entry), call.sequence, ranks, text)
+            return AwaitedCall(_where(entry), call.sequence, ranks, text, call.numbers())
         return AwaitedCall(_where(entry), 0, tuple(ranks[one] for one in (call.root, call.source) if one >= 0), text)
 
     # What all ranks say.
@@ -237,7 +241,8 @@ def _stands_still(recorder: Recorder, waits: Iterable[CallRecord], made: Iterabl
 
 def _parsed(said: list[Any]) -> tuple[Standstill, int]:
     (number, waits, begun), beat = said
-    return Standstill(number, tuple(AwaitedCall(one[0], one[1], tuple(one[2]), one[3]) for one in waits), begun), beat
+    calls = (AwaitedCall(where, count, tuple(peers), text, tuple(same)) for where, count, peers, text, same in waits)
+    return Standstill(number, tuple(calls), begun), beat
 
 
 def _error(rank: int, verdict: Mapping[int, str]) -> CollectiveMismatchError:

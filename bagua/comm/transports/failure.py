@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from bagua.comm.addresses import LOOPBACK, listen, own_address
+from bagua.comm.call import Call
 from bagua.comm.lifetime.forks import family
 from bagua.comm.long_wait import LongWait
 from bagua.comm.store.asking import gather_values
@@ -407,11 +408,11 @@ class FailureFinder:
             count > len(self._mailbox.left) and now - self._closed[1] > _CLOSED_S
         )
 
-    def warn_of(self, wait: LongWait) -> None:
-        """Say for whom this rank waits. Which of them has not come is not known."""
+    def warn_of(self, wait: LongWait, call: Call | None) -> None:
+        """Say for whom this rank waits in ``call``. Which of them has not come is not known."""
         members = self._membership
         others = [rank for rank in members.ranks if rank != self._global_rank]
-        where = ", ".join(text for text in (str(members.activity), f"on {members.label}") if text)
+        where = ", ".join(text for text in (str(members.activity), str(call or ""), f"on {members.label}") if text)
         which = "; which of them is late is not known" if len(others) > 1 else ""
         wait.warn(self._global_rank, others, f"in {where}{which}")
 

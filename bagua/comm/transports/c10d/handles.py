@@ -207,8 +207,9 @@ class HostHandle(C10dHandle):
         wait = LongWait(judge=self._failures.judge)
         while True:
             if wait.is_over():
-                self._failures.warn_of(wait)
-            if (trouble := wait.trouble()) is not None and not work.is_completed():
+                self._failures.warn_of(wait, self.call)
+            # A peer that found the same may have left by now, and ended the work.
+            if (trouble := wait.trouble()) is not None and (not work.is_completed() or _has_failed(work)):
                 raise trouble from error
             if work.is_completed():
                 # The slice may have ended just before the work: only its own word counts.

@@ -173,7 +173,7 @@ class C10dTransport(Transport):
 
         def meanwhile() -> bool:
             if wait.is_over():
-                self.failures.warn_of(wait)
+                self.failures.warn_of(wait, call)
             if (trouble := wait.trouble()) is not None:
                 raise trouble
             return self.failures.broken or self.failures.peers_left()
