@@ -12,8 +12,6 @@ A rank finds its group with ``bagua.comm.get_default_group()``. On processes the
 be at the top level of its module. What a rank raises is raised here, the likeliest cause first.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -47,8 +45,7 @@ _SIZE = 6
 _COMMAND_S = 240.0
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
 #: Fixtures whose ranks are those of one transport.
-_POOLS = {"threads": "thread_pool", "gloo": "process_pool", "shm": "shm_pool"}
-_WITH_SEVERAL_RANKS = ("threads", "shm", "gloo")
+_POOLS = {"threads": "thread_pool", "shm": "shm_pool", "gloo": "process_pool"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,8 +75,8 @@ def _chosen(config: pytest.Config) -> tuple[str, ...]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "rank_pool" in metafunc.fixturenames:
-        names = [name for name in _WITH_SEVERAL_RANKS if name in _chosen(metafunc.config)]
-        parameters = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in names]
+        chosen = [name for name in _POOLS if name in _chosen(metafunc.config)]
+        parameters = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in chosen]
         metafunc.parametrize("rank_pool", parameters, indirect=True, scope="session")
 
 
@@ -111,28 +108,14 @@ def pytest_collection_finish() -> None:
     spare_the_collector()
 
 
-@pytest.fixture(scope="session")
-def thread_pool() -> RankPool:
-    return ThreadRanks(_SIZE)
-
-
-@pytest.fixture(scope="session")
-def process_pool() -> RankPool:
-    return ProcessRanks(_SIZE, backend="gloo")
-
-
-@pytest.fixture(scope="session")
-def shm_pool() -> RankPool:
-    return ProcessRanks(_SIZE, backend="shm")
+thread_pool = pytest.fixture(lambda: ThreadRanks(_SIZE), scope="session")
+process_pool = pytest.fixture(lambda: ProcessRanks(_SIZE, backend="gloo"), scope="session")
+shm_pool = pytest.fixture(lambda: ProcessRanks(_SIZE, backend="shm"), scope="session")
 
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> RankPool:
-    if request.param == "threads":
-        return request.getfixturevalue("thread_pool")
-    if request.param == "shm":
-        return request.getfixturevalue("shm_pool")
-    return request.getfixturevalue("process_pool")
+    return request.getfixturevalue(_POOLS[request.param])
 
 
 @pytest.fixture
@@ -178,26 +161,11 @@ def forked_python(
     return str(path)
 
 
-def _runner(pool: RankPool):
-    def run(size, function, *arguments, **options):
-        return pool.run(function, *arguments, size=size, **options)
-
-    return run
+def _run(pool: RankPool, size, function, *arguments, **options):
+    return pool.run(function, *arguments, size=size, **options)
 
 
-@pytest.fixture
-def ranks(rank_pool: RankPool):
-    """``ranks(3, function, *arguments, hosts=[2, 1])`` on each chosen transport."""
-    return _runner(rank_pool)
-
-
-@pytest.fixture
-def thread_ranks(thread_pool: RankPool):
-    """Like ``ranks``, on threads."""
-    return _runner(thread_pool)
-
-
-@pytest.fixture
-def process_ranks(process_pool: RankPool):
-    """Like ``ranks``, on processes with Gloo."""
-    return _runner(process_pool)
+#: ``ranks(3, function, *arguments, hosts=[2, 1])``: on each chosen transport, on threads, on processes with Gloo.
+ranks = pytest.fixture(lambda rank_pool: functools.partial(_run, rank_pool))
+thread_ranks = pytest.fixture(lambda thread_pool: functools.partial(_run, thread_pool))
+process_ranks = pytest.fixture(lambda process_pool: functools.partial(_run, process_pool))

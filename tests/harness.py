@@ -5,8 +5,6 @@ What the engine's tests and the contract of algorithms have in common. Ranks tha
 ``reference``, which takes the gradients of all ranks one after the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -91,7 +89,6 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int) -> torch.Tensor:
-    """The loss of one rank in one step."""
     inputs, targets = batch(rank, step)
     return nn.functional.mse_loss(model(inputs), targets)
 
@@ -127,11 +124,7 @@ def reference(
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     for number in steps:
-
-        def losses_of_step(model: nn.Module, rank: int, step: int = number) -> torch.Tensor:
-            return losses(model, rank, step)
-
-        mean_gradients(model, size, losses_of_step)
+        mean_gradients(model, size, lambda model, rank, step=number: losses(model, rank, step))
         optimizer.step()
     return snapshot(model)
 

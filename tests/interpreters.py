@@ -10,8 +10,6 @@ its grandchild. The *process that the test has started* hands its streams to the
 when it is killed, the script is killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -63,11 +61,8 @@ def spare_the_collector() -> None:
         atexit.register(gc.unfreeze)
 
 
-# The process that the test has started.
-
-
 def _follow(address: str, arguments: list[str]) -> None:
-    """Have a script run, and end as it ends."""
+    """In the process that the test has started: have a script run, and end as it ends."""
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"\0{address}")
@@ -89,9 +84,6 @@ def _receive(connection: socket.socket, length: int) -> bytes:
             raise EOFError("the other process has ended")
         data += piece
     return data
-
-
-# The server.
 
 
 def _serve(told: int) -> list[str]:

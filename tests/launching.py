@@ -1,7 +1,5 @@
 """Ranks that are programs of their own, started with what a launcher would tell them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -30,14 +28,9 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def launched(
-    size: int,
-    *command: str,
-    each: Sequence[str] = (),
-    python: Sequence[str] = (),
-    port: int | None = None,
-    stderr: int = subprocess.STDOUT,
-    **variables: str,
-) -> Iterator[list[subprocess.Popen[str]]]:
+    size: int, *command: str, each: Sequence[str] = (), python: Sequence[str] = (), port: int | None = None,
+    stderr: int = subprocess.STDOUT, **variables: str,
+) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
     """Ranks of a program, which end with the block.
 
     Args:
@@ -57,17 +50,19 @@ def launched(
         for rank in range(size):
             process = subprocess.Popen(
                 [*(python or interpreter()), *command, *each[rank : rank + 1]],
-                env={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=REPOSITORY,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
+                env={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=REPOSITORY,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            )  # fmt: skip
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield ranks
     del store
+
+
+def finished(*command: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    """How a program ended and what it said; it finds the package from any folder."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def ends(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:

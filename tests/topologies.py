@@ -1,7 +1,5 @@
 """Topologies that only tests need: of functions and matrices, with edges that are no means."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

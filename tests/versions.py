@@ -1,7 +1,5 @@
 """What the tests use of torch that older versions lack, or call by another name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What messages cost, against the formulas of the literature, and the event loop, against times added up by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -48,28 +46,18 @@ def test_all_to_all_goes_to_ranks_of_other_hosts() -> None:
 @pytest.mark.parametrize(
     ("kind", "nbytes", "of_two", "of_four"),
     [
-        ("allreduce", 64, 4, 12),
-        ("allreduce", 4_000_000, 4, 12),
-        ("allreduce", 4_200_000, 8, 12),  # a rank's share in three pieces, of which two are on their way
-        ("allreduce", 8_500_000, 12, 20),
-        ("allreduce", 16_000_000, 16, 24),
-        ("allgather", 64, 2, 6),
-        ("allgather", 400_000, 2, 2),
-        ("alltoall", 64, 2, 2),
-        ("sendrecv", 64, 2, 2),
-        ("broadcast", 64, 2, 2),
-        ("barrier", 0, 2, 4),
-        ("reduce", 64, 4, 8),
+        # Above 4 MB a share of two ranks is sent in pieces, of which two are on their way.
+        ("allreduce", 64, 4, 12), ("allreduce", 4_000_000, 4, 12), ("allreduce", 4_200_000, 8, 12),
+        ("allreduce", 8_500_000, 12, 20), ("allreduce", 16_000_000, 16, 24), ("allgather", 64, 2, 6),
+        ("allgather", 400_000, 2, 2), ("alltoall", 64, 2, 2), ("sendrecv", 64, 2, 2), ("broadcast", 64, 2, 2),
+        ("barrier", 0, 2, 4), ("reduce", 64, 4, 8),
     ],
-)
+)  # fmt: skip
 def test_delays_are_as_many_as_were_counted_in_the_lab(kind: str, nbytes: int, of_two: int, of_four: int) -> None:
     for hosts, delays in ((2, of_two), (4, of_four)):
-        near, far = (cost_of(Message(kind, nbytes, hosts, hosts), there, EIGHT_CORES) for there in clusters(hosts))
+        clusters = (Cluster(hosts, 1, parse_link(link)) for link in ("1gbit", "1gbit,20ms"))
+        near, far = (cost_of(Message(kind, nbytes, hosts, hosts), there, EIGHT_CORES) for there in clusters)
         assert far.latency_s - near.latency_s == pytest.approx(delays * 0.02)
-
-
-def clusters(hosts: int) -> list[Cluster]:
-    return [Cluster(hosts, 1, parse_link(link)) for link in ("1gbit", "1gbit,20ms")]
 
 
 def test_kinds_of_calls_cost_what_was_measured_of_them() -> None:
@@ -115,9 +103,8 @@ def test_calls_that_were_made_on_the_link_say_what_it_does_to_them() -> None:
     crowded = cost_of(Message("sendrecv", 2e6, 4, 4), Cluster(4, 1, link, shared=True, calls=slow), two_cores)
     assert crowded.latency_s == pytest.approx(0.010 + 0.003 + 0.25 * 2e6 / rate)
     # Without a delay, a call that takes longer has the link for longer.
-    near = cost_of(
-        message, Cluster(2, 1, parse_link("1gbit"), calls=(CallFacts("sendrecv", 1e-4, seen[0].points),)), EIGHT_CORES
-    )
+    prompt = Cluster(2, 1, parse_link("1gbit"), calls=(CallFacts("sendrecv", 1e-4, seen[0].points),))
+    near = cost_of(message, prompt, EIGHT_CORES)
     assert (near.latency_s, near.link_bytes) == pytest.approx((0.0, 1.25 * 2e6))
     # A kind that was not seen follows the formula; no call is faster than the link.
     assert cost_of(Message("alltoall", 2e6, 2, 2), there, EIGHT_CORES).link_bytes == pytest.approx(1e6)
@@ -160,12 +147,9 @@ def test_the_slower_direction_limits_a_link() -> None:
 
 
 def test_lost_packets_limit_a_connection() -> None:
-    there = Cluster(2, 1, parse_link("1gbit,10ms,1%"))
+    there, without = (Cluster(2, 1, parse_link(link)) for link in ("1gbit,10ms,1%", "1gbit,10ms"))
     assert there.connection_bytes_per_s == pytest.approx(1448 / 0.02 * math.sqrt(1.5 / 0.01))
-    message = Message("sendrecv", SIZE, 2, 2)
-    lossy, clean = (
-        cost_of(message, Cluster(2, 1, parse_link(link)), EIGHT_CORES) for link in ("1gbit,10ms,1%", "1gbit,10ms")
-    )
+    lossy, clean = (cost_of(Message("sendrecv", SIZE, 2, 2), one, EIGHT_CORES) for one in (there, without))
     assert lossy.latency_s > clean.latency_s + 1
 
 
@@ -175,9 +159,12 @@ def test_a_cluster_without_hosts_is_refused() -> None:
 
 
 MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
+TWO_CORES, COLD = replace(MACHINE, cores=2), replace(MACHINE, after_calls=1.5)
 #: One byte takes a microsecond.
 CLUSTER = Cluster(2, 1, parse_link(f"{8 * 1514 / 1448}mbit"))
-UNLIMITED = Cluster(2, 1, parse_link("unlimited"))
+UNLIMITED, ONE_MACHINE = Cluster(2, 1, parse_link("unlimited")), Cluster(4, 1, CLUSTER.link, shared=True)
+#: The first 100 kB of each step pass at once: it is full again a second later.
+BURST = replace(CLUSTER, burst_bytes=100_000)
 ARRIVALS, STEP_S = (0.5, 1.0), 1.2
 
 
@@ -187,23 +174,19 @@ def sending(nbytes: float, lane: str = "", before: float = 0.0, after: float = 0
 
 def moments(text: str) -> tuple[Moment, ...]:
     """``a0 s1 w1 t``: gradient 0 is there, run 1 starts, is waited for, the optimizer steps."""
-    kinds = {"a": "arrival", "s": "start", "w": "wait", "t": "stepped"}
-    return tuple(
-        Moment(kinds[word[0]], int(word[1] if len(word) > 1 else 0), word.count("'"))  # type: ignore[arg-type]
-        for word in text.split()
-    )
+    kinds: dict[str, Any] = {"a": "arrival", "s": "start", "w": "wait", "t": "stepped"}
+    return tuple(Moment(kinds[word[0]], int(word[1:2] or 0), word.count("'")) for word in text.split())
 
 
-ALONE, EARLY, LATE, BOTH = "a0 a1 t", "a0 s0 a1 w0 t", "a0 a1 s0 w0 t", "a0 a1 s0 s1 w0 w1 t"
+ALONE, EARLY, LATE = "a0 a1 t", "a0 s0 a1 w0 t", "a0 a1 s0 w0 t"
+BOTH, IN_TURN = "a0 a1 s0 s1 w0 w1 t", "a0 s0 a1 s1 w0 w1 t"
+IN_LANE = [sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1)]
 SELDOM = (ALONE, ALONE, ALONE, "a0 a1 t s0 w0")
+Steps = str | tuple[str, ...]
 
 
 def seconds(
-    steps: str | tuple[str, ...],
-    *runs: Run,
-    machine: MachineFacts = MACHINE,
-    cluster: Cluster = CLUSTER,
-    periods: int = 3,
+    steps: Steps, *runs: Run, machine: MachineFacts = MACHINE, cluster: Cluster = CLUSTER, periods: int = 3
 ) -> float:
     """How long a step takes of those that are made again and again, with the runs that they start."""
     texts = (steps,) if isinstance(steps, str) else steps
@@ -219,24 +202,22 @@ def seconds(
         pytest.param(EARLY, [sending(300_000)], {}, STEP_S, id="hidden behind the backward pass"),
         pytest.param(EARLY, [sending(700_000)], {}, STEP_S + 0.2, id="longer than the backward pass"),
         # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
-        pytest.param(
-            "a0 s0 a1 s1 w0 w1 t", [sending(700_000), sending(300_000)], {}, STEP_S + 0.5, id="two share the link"
-        ),
-        pytest.param(
-            BOTH,
-            [sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1)],
-            {},
-            STEP_S + 0.4,
-            id="one after the other in a background thread",
-        ),
+        pytest.param(IN_TURN, [sending(700_000), sending(300_000)], {}, STEP_S + 0.5, id="two share the link"),
+        pytest.param(BOTH, IN_LANE, {}, STEP_S + 0.4, id="one after the other in a background thread"),
         pytest.param(EARLY, [sending(100_000, before=0.2)], {}, STEP_S + 0.2, id="after work that holds up a thread"),
         pytest.param(SELDOM, [sending(400_000)], {}, STEP_S + 0.1, id="in every fourth step"),
         pytest.param("a0 a1 t w0' s0", [sending(1_000_000)], {"periods": 6}, STEP_S, id="behind a whole step"),
         pytest.param(LATE, [sending(300_000)], {"cluster": UNLIMITED}, STEP_S, id="a link without limit"),
+        pytest.param(LATE, [sending(300_000)], {"cluster": BURST, "periods": 4}, STEP_S + 0.2, id="a bucket of tokens"),
+        pytest.param(ALONE, [], {"cluster": ONE_MACHINE, "machine": TWO_CORES}, 2 * STEP_S, id="hosts share cores"),
+        pytest.param(ALONE, [], {"machine": COLD}, STEP_S, id="warm caches"),
+        pytest.param(LATE, [sending(300_000)], {"machine": COLD}, 1.5 * STEP_S + 0.3, id="cold caches after a call"),
+        # Of four steps, one follows the call.
+        pytest.param(SELDOM, [sending(400_000)], {"machine": COLD}, 4.5 / 4 * STEP_S + 0.1, id="cold caches, seldom"),
     ],
 )
 def test_a_step_takes_what_can_be_added_up(
-    steps: str | tuple[str, ...], runs: list[Run], more: dict[str, Any], expected: float
+    steps: Steps, runs: list[Run], more: dict[str, Any], expected: float
 ) -> None:
     assert seconds(steps, *runs, **more) == pytest.approx(expected)
 
@@ -279,27 +260,10 @@ def test_threads_share_the_cores_that_a_rank_has() -> None:
     assert seconds(EARLY, codec, machine=replace(MACHINE, cores=1)) == pytest.approx(STEP_S + 0.4, abs=1e-4)
 
 
-def test_a_bucket_of_tokens_lets_the_first_bytes_pass_at_once() -> None:
-    # It is full again after each step: a byte each microsecond, for longer than a second.
-    there = replace(CLUSTER, burst_bytes=100_000)
-    assert seconds(LATE, sending(300_000), cluster=there, periods=4) == pytest.approx(STEP_S + 0.2)
-    # What it gains in the 0.1 s between them is all that the second call has of it.
+def test_the_second_call_has_of_a_bucket_of_tokens_what_that_gains_in_between() -> None:
     twice = Run((Message("sendrecv", 150_000, 2, 2), 0.1, Message("sendrecv", 150_000, 2, 2)))
     there = replace(CLUSTER, burst_bytes=150_000)
     assert seconds(LATE, twice, cluster=there, periods=4) == pytest.approx(STEP_S + 0.1 + 0.05)
-
-
-def test_hosts_that_are_one_machine_share_its_cores() -> None:
-    shared = Cluster(4, 1, CLUSTER.link, shared=True)
-    assert seconds(ALONE, machine=replace(MACHINE, cores=2), cluster=shared, periods=2) == pytest.approx(2 * STEP_S)
-
-
-def test_what_follows_a_call_is_computed_with_cold_caches() -> None:
-    slower = replace(MACHINE, after_calls=1.5)
-    assert seconds(LATE, sending(300_000), machine=slower) == pytest.approx(1.5 * STEP_S + 0.3)
-    # Of four steps, one follows the call.
-    assert seconds(SELDOM, sending(400_000), machine=slower) == pytest.approx((3 + 1.5) / 4 * STEP_S + 0.1)
-    assert seconds(ALONE, machine=slower) == pytest.approx(STEP_S)
 
 
 @given(st.floats(0.1, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=6))

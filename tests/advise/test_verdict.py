@@ -1,7 +1,5 @@
 """``bagua.watch``: what is seen of plain ``torch.distributed``, and what is said of it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
@@ -97,11 +95,9 @@ def test_bytes_are_exact_and_results_are_those_of_torch(pool: ProcessRanks, tmp_
     # Three steps of four exchange gradients. DDP sends its buffers before each pass but those that follow the fourth,
     # and all that it holds at first.
     gradients, buffers = 4 * (8 * 8 + 8 + 8 + 8), 4 * 8 + 4 * 8 + 8
+    nbytes = (STEPS * 3 // 4 + 1) * gradients + (STEPS - STEPS // 4 + 2) * buffers
     for _, seen, _ in seeing:
-        assert seen is not None
-        exchanged = STEPS * 3 // 4
-        assert seen.steps == STEPS - 3
-        assert seen.nbytes == (exchanged + 1) * gradients + (STEPS - STEPS // 4 + 2) * buffers
+        assert (seen.steps, seen.nbytes) == (STEPS - 3, nbytes)
         assert 0 < seen.waiting_s <= seen.step_s
     assert "rank 0 put" in seeing[0][2]
     assert seeing[1][2] == ""
@@ -150,9 +146,9 @@ def test_who_communicates_nothing_hears_one_sentence_and_gets_torch_back() -> No
     seeing = watch()
     assert dist.ProcessGroup.allreduce is not before
     said = seeing.end()
+    assert said == seeing.end()
     assert said.startswith("bagua watch: no call of torch.distributed was seen")
     assert said.count("\n") == 1
-    assert seeing.end() == said
     assert dist.ProcessGroup.allreduce is before
 
 
@@ -164,8 +160,7 @@ def test_a_network_that_is_no_bottleneck_comes_first_and_nothing_is_recommended(
 
 def test_who_waits_least_is_late_and_its_wait_is_the_network_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "_expected", lambda *_: [])
-    seen = {0: SEEN, 1: dataclasses.replace(SEEN, waiting_s=0.001), 2: SEEN}
-    said = verdict.verdict(seen, 4, FACTS)
+    said = verdict.verdict({0: SEEN, 1: dataclasses.replace(SEEN, waiting_s=0.001), 2: SEEN}, 4, FACTS)
     assert "10% of a step waits for the network" in said
     assert "Rank 1 is late: the others wait 3.0 ms for it" in said
     assert "Only 3 of 4 ranks" in said

@@ -1,12 +1,10 @@
 """The house rules that ruff does not have, on sources as syntax trees. Each returns one line for each violation."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +14,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One parsed module."""
-
     module: str
     path: Path
     tree: ast.Module
@@ -80,39 +76,23 @@ def dotted_name(node: ast.expr) -> str:
 
 
 def is_within(module: str, package: str) -> bool:
-    """Whether a module is the package or lies in it."""
     return module == package or module.startswith(package + ".")
 
 
 # The one table of layers. A module imports its own layer and anything below; `bagua` itself imports nothing of ours.
-LAYERS = {
-    "bagua.errors": 0,
-    "bagua.env": 0,
-    "bagua.checks": 0,
-    "bagua.late": 0,
-    "bagua.link": 0,
-    "bagua.torch_private": 0,
-    "bagua.topology": 1,
-    "bagua.compression": 1,
-    "bagua.comm": 2,
-    "bagua.buckets": 3,
-    "bagua.primitives": 3,
-    "bagua.membership": 3,
-    "bagua.algorithms": 4,
-    "bagua.optim": 4,
-    "bagua.engine": 5,
-    "bagua.parallel": 6,
-    "bagua.observe": 6,
-    "bagua.advise": 6,
-    "bagua.distributed": 7,
-    "bagua.torch_api": 7,
-    "bagua.plugin": 7,
-    "bagua.testing": 7,
-    "bagua.utilities": 7,
-    "bagua.integrations": 7,
-    "bagua.cli": 7,
-    "bagua.__main__": 7,
-}
+LAYERS = (
+    ("bagua.errors", "bagua.env", "bagua.checks", "bagua.late", "bagua.link", "bagua.torch_private"),
+    ("bagua.topology", "bagua.compression"),
+    ("bagua.comm",),
+    ("bagua.buckets", "bagua.primitives", "bagua.membership"),
+    ("bagua.algorithms", "bagua.optim"),
+    ("bagua.engine",),
+    ("bagua.parallel", "bagua.observe", "bagua.advise"),
+    (
+        "bagua.distributed", "bagua.torch_api", "bagua.plugin", "bagua.testing", "bagua.utilities",
+        "bagua.integrations", "bagua.cli", "bagua.__main__",
+    ),
+)  # fmt: skip
 
 # What a module may import beside the standard library. `bagua.integrations` imports what it integrates.
 RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
@@ -140,67 +120,49 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 LONGEST_FILE = 600
 MOST_FILES = 15
 
-Rule = Callable[[list[SourceFile]], list[str]]
+Rule = Callable[[list[SourceFile]], Iterable[str]]
 
 
 def layer_of(module: str) -> int | None:
     """The layer of a module; None for one that the table does not know."""
     if module == PACKAGE:
         return -1
-    return next((layer for package, layer in LAYERS.items() if is_within(module, package)), None)
+    return next((number for number, layer in enumerate(LAYERS) if any(is_within(module, one) for one in layer)), None)
 
 
-def imports_point_downwards(sources: list[SourceFile]) -> list[str]:
+def imports_point_downwards(sources: list[SourceFile]) -> Iterator[str]:
     """No module imports from a layer above its own."""
     known = {source.module for source in sources}
-    violations = []
     for source in sources:
         own = layer_of(source.module)
         if own is None:
-            violations.append(f"{source.path}: {source.module} has no layer; add it to LAYERS")
+            yield f"{source.path}: {source.module} has no layer; add it to LAYERS"
             continue
         for target, line in imported_modules(source, known):
             layer = layer_of(target)
             if target != PACKAGE and (layer is None or layer > own):
-                violations.append(f"{source.path}:{line}: {source.module} (layer {own}) imports {target} ({layer})")
-    return violations
+                yield f"{source.path}:{line}: {source.module} (layer {own}) imports {target} ({layer})"
 
 
-def packages_are_entered_by_their_doors(sources: list[SourceFile]) -> list[str]:
+def packages_are_entered_by_their_doors(sources: list[SourceFile]) -> Iterator[str]:
     """A module takes names of another package out of that package's door, its `__init__`."""
-    known = {source.module for source in sources}
-    bound = {source.module: _names_imported_by(source) for source in sources}
-    violations = []
+    bound = {source.module: {name for item in imports_of(source) for name in item.names} for source in sources}
     for source in sources:
         for item in imports_of(source):
             if item.target.split(".")[0] != PACKAGE:
                 continue
             through = [f"{item.target}.{name}" for name in item.names if name not in bound.get(item.target, ())]
-            targets = [item.target, *(name for name in through if name in known)]
-            violations += [
-                f"{source.path}:{item.line}: {source.module} passes the door of {target}"
-                for target in targets
-                if not _is_door(target) and target.split(".")[1] != source.module.split(".")[1:2][0]
-            ]
-    return violations
-
-
-def _names_imported_by(source: SourceFile) -> set[str]:
-    return {name for item in imports_of(source) for name in item.names}
-
-
-def _is_door(module: str) -> bool:
-    return module.count(".") < 2 or any(is_within(module, name) for name in OPEN_PACKAGES)
+            for target in [item.target, *(name for name in through if name in bound)]:
+                is_door = target.count(".") < 2 or any(is_within(target, name) for name in OPEN_PACKAGES)
+                if not is_door and target.split(".")[1] != source.module.split(".")[1:2][0]:
+                    yield f"{source.path}:{item.line}: {source.module} passes the door of {target}"
 
 
 def no_import_cycles(sources: list[SourceFile]) -> list[str]:
     """No module imports itself through others."""
     known = {source.module for source in sources}
-    graph = {
-        source.module: sorted({target for target, _ in imported_modules(source, known) if target in known})
-        for source in sources
-    }
-    return [" -> ".join(cycle) for cycle in _cycles(graph)]
+    graph = {source.module: {target for target, _ in imported_modules(source, known)} for source in sources}
+    return [" -> ".join(cycle) for cycle in _cycles({module: sorted(to & known) for module, to in graph.items()})]
 
 
 def _cycles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
@@ -218,9 +180,8 @@ def _cycles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
         yield from visit(module, [])
 
 
-def only_declared_packages(sources: list[SourceFile]) -> list[str]:
+def only_declared_packages(sources: list[SourceFile]) -> Iterator[str]:
     """Only the standard library and the declared dependencies are imported."""
-    violations = []
     for source in sources:
         if is_within(source.module, "bagua.integrations"):
             continue
@@ -231,13 +192,11 @@ def only_declared_packages(sources: list[SourceFile]) -> list[str]:
         for item in imports_of(source):
             top = item.target.split(".")[0]
             if item.level == 0 and top not in allowed:
-                violations.append(f"{source.path}:{item.line}: {top} is not a dependency of {source.module}")
-    return violations
+                yield f"{source.path}:{item.line}: {top} is not a dependency of {source.module}"
 
 
-def torch_distributed_only_in_comm(sources: list[SourceFile]) -> list[str]:
+def torch_distributed_only_in_comm(sources: list[SourceFile]) -> Iterator[str]:
     """Only `bagua.comm` communicates through torch; launchers and checkpoints are open to those who integrate them."""
-    violations = []
     for source in sources:
         if is_within(source.module, "bagua.comm") or source.module == REGISTRATION:
             continue
@@ -246,8 +205,7 @@ def torch_distributed_only_in_comm(sources: list[SourceFile]) -> list[str]:
         allowed = (*(LAUNCHER_MODULES if launches else ()), *(INTEGRATED_MODULES if integrates else ()))
         for name, line in _uses_of_torch_distributed(source):
             if not any(is_within(name, module) for module in allowed):
-                violations.append(f"{source.path}:{line}: {source.module} uses {name}")
-    return violations
+                yield f"{source.path}:{line}: {source.module} uses {name}"
 
 
 def _uses_of_torch_distributed(source: SourceFile) -> Iterator[tuple[str, int]]:
@@ -265,12 +223,11 @@ def _outermost_attributes(tree: ast.Module) -> list[ast.Attribute]:
     return [node for node in attributes if id(node) not in inner]
 
 
-def private_names_of_torch_in_two_modules(sources: list[SourceFile]) -> list[str]:
+def private_names_of_torch_in_two_modules(sources: list[SourceFile]) -> Iterator[str]:
     """Only the modules `torch_private` use names of torch that begin with an underscore, so that a test can name them.
 
     `torch._foreach_*` is documented.
     """
-    violations = []
     for source in sources:
         if source.module in TORCH_PRIVATE:
             continue
@@ -278,20 +235,14 @@ def private_names_of_torch_in_two_modules(sources: list[SourceFile]) -> list[str
         for node in ast.walk(source.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 aliases.update(_names_of_torch(node))
-        names = [(name, node.lineno) for node in _outermost_attributes(source.tree) if (name := dotted_name(node))]
-        used = [
-            (f"{aliases.get(first, '')}.{rest}", line)
-            for name, line in names
-            for first, _, rest in [name.partition(".")]
-        ]
-        used += [(target, 0) for target in aliases.values()]
-        used += [
-            (f"torch.{node.attr}", node.lineno)
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Attribute) and node.attr in METHODS_OF_TORCH and not _is_own(node.value)
-        ]
-        violations += [f"{source.path}:{line}: {source.module} uses {name}" for name, line in used if _is_private(name)]
-    return violations
+        used = [(target, 0) for target in aliases.values()]
+        for node in _outermost_attributes(source.tree):
+            first, _, rest = dotted_name(node).partition(".")
+            used.append((f"{aliases.get(first, '')}.{rest}", node.lineno))
+        attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+        methods = [node for node in attributes if node.attr in METHODS_OF_TORCH and not _is_own(node.value)]
+        used += [(f"torch.{node.attr}", node.lineno) for node in methods]
+        yield from (f"{source.path}:{line}: {source.module} uses {name}" for name, line in used if _is_private(name))
 
 
 def _names_of_torch(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -313,33 +264,21 @@ def _is_private(name: str) -> bool:
     return first == "torch" and any(part.startswith("_") and not part.startswith(("__", "_foreach_")) for part in parts)
 
 
-def environment_only_in_env(sources: list[SourceFile]) -> list[str]:
+def environment_only_in_env(sources: list[SourceFile]) -> Iterator[str]:
     """Only `bagua/env.py` touches the environment."""
-    violations = []
     for source in sources:
         if source.module == "bagua.env":
             continue
-        lines = [node.lineno for node in _outermost_attributes(source.tree) if _is_environment(dotted_name(node))]
-        lines += [
-            item.line
-            for item in imports_of(source)
-            if item.target == "os" and any(_is_environment(f"os.{name}") for name in item.names)
-        ]
-        violations += [f"{source.path}:{line}: read the environment in bagua/env.py" for line in lines]
-    return violations
-
-
-def _is_environment(name: str) -> bool:
-    return any(is_within(name, entry) for entry in ENVIRONMENT)
+        used = [(dotted_name(node), node.lineno) for node in _outermost_attributes(source.tree)]
+        used += [(f"{item.target}.{name}", item.line) for item in imports_of(source) for name in item.names]
+        lines = [line for name, line in used if any(is_within(name, entry) for entry in ENVIRONMENT)]
+        yield from (f"{source.path}:{line}: read the environment in bagua/env.py" for line in lines)
 
 
 def files_are_short(sources: list[SourceFile]) -> list[str]:
     """A file that grows longer than this wants to be two."""
-    return [
-        f"{source.path}: {source.line_count} lines, at most {LONGEST_FILE}"
-        for source in sources
-        if source.line_count > LONGEST_FILE
-    ]
+    long = [source for source in sources if source.line_count > LONGEST_FILE]
+    return [f"{source.path}: {source.line_count} lines, at most {LONGEST_FILE}" for source in long]
 
 
 def folders_hold_few_files(sources: list[SourceFile]) -> list[str]:
@@ -360,14 +299,7 @@ def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    imports_point_downwards,
-    packages_are_entered_by_their_doors,
-    no_import_cycles,
-    only_declared_packages,
-    torch_distributed_only_in_comm,
-    private_names_of_torch_in_two_modules,
-    environment_only_in_env,
-    files_are_short,
-    folders_hold_few_files,
-    names_of_classes_are_unique,
-)
+    imports_point_downwards, packages_are_entered_by_their_doors, no_import_cycles, only_declared_packages,
+    torch_distributed_only_in_comm, private_names_of_torch_in_two_modules, environment_only_in_env, files_are_short,
+    folders_hold_few_files, names_of_classes_are_unique,
+)  # fmt: skip

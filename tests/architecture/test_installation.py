@@ -1,42 +1,35 @@
 """What an import does, what a user is told to install, and what cannot work says so in one sentence."""
 
-from __future__ import annotations
-
 import email
 import email.policy
 import json
 import re
 import runpy
-import subprocess
 import sys
 import zipfile
 
 import pytest
 
 from tests.architecture.rules import PACKAGE, REPOSITORY
+from tests.launching import finished
 
 # Looks at a fresh interpreter before and after one statement, and prints what has changed.
 PROBE = """
-import faulthandler, json, logging, os, random, signal, sys, threading, warnings
+import contextlib, faulthandler, json, logging, os, random, signal, sys, threading, warnings
 import torch
 import torch.distributed as dist
 
 CLASSES = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel)
 
-
 def open_sockets():
     found = []
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             found.append(os.readlink("/proc/self/fd/" + name))
-        except FileNotFoundError:
-            pass
     return sorted(name for name in found if not name.startswith("/"))
-
 
 def functions_of(module):
     return {name: id(value) for name, value in vars(module).items() if type(value) is not type(sys)}
-
 
 def look():
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
@@ -56,16 +49,12 @@ def look():
         "torch functions": functions_of(torch),
         "torch.distributed functions": functions_of(dist),
     }
-    for kind in CLASSES:
-        seen[kind.__name__] = {name: id(value) for name, value in vars(kind).items()}
-    return seen
-
+    return seen | {kind.__name__: {name: id(value) for name, value in vars(kind).items()} for kind in CLASSES}
 
 def difference(before, after):
     if isinstance(before, dict):
         return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     return {"before": before, "after": after}
-
 
 before = look()
 exec(sys.argv[1])
@@ -77,10 +66,8 @@ print(json.dumps(changed, default=str))
 
 def changes_made_by(statement: str) -> dict[str, object]:
     """What a statement changes in a fresh interpreter, in which a warning is an error."""
-    command = [sys.executable, "-W", "error:::bagua", "-c", PROBE, statement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    done = finished(sys.executable, "-W", "error:::bagua", "-c", PROBE, statement)
+    assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
 
@@ -93,8 +80,9 @@ def test_importing_torch_api_has_its_two_effects_only_and_distributed_has_no_oth
 
 
 def test_importing_bagua_does_not_import_torch() -> None:
-    script = "import sys, bagua; assert 'torch' not in sys.modules; assert bagua.__version__"
-    subprocess.run([sys.executable, "-c", script], timeout=60, cwd=REPOSITORY, check=True)
+    code = "import sys, bagua; assert 'torch' not in sys.modules; assert bagua.__version__"
+    done = finished(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 #: What a program that names no algorithm does without; most of these take longer than a thousandth of `import torch`.
@@ -110,8 +98,7 @@ doors += ["parallel", "primitives", "topology"]
 unlike = []
 for door in ("bagua." + one for one in doors):
     module = importlib.import_module(door)
-    listed = dir(module)
-    unlike += [f"{door}.{name}" for name in module.__all__ if name not in listed]
+    unlike += [f"{door}.{name}" for name in module.__all__ if name not in dir(module)]
     unlike += [f"{door}.{name}" for name in module.__all__ if getattr(module, name) is not getattr(module, name)]
     try:
         module.no_such_name
@@ -122,9 +109,7 @@ print(json.dumps([there, unlike]))
 
 
 def test_what_few_programs_need_is_imported_when_it_is_asked_for() -> None:
-    command = [sys.executable, "-c", LOOK_AROUND]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=True)
-    there, unlike = json.loads(done.stdout)
+    there, unlike = json.loads(finished(sys.executable, "-c", LOOK_AROUND).stdout)
     assert [name for name in LATE if name in there] == []
     assert {name for name in there if name.startswith("bagua.algorithms.gradients.")} == EAGER_ALGORITHMS
     assert unlike == []
@@ -150,11 +135,8 @@ def test_the_probe_sees_what_it_looks_for() -> None:
 # tomllib came with Python 3.11.
 _PROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 _NAME = re.search(r'^name = "([^"]+)"', _PROJECT, re.MULTILINE)[1]
-_EXTRAS = set(
-    re.findall(
-        r"^([\w-]+) = \[", _PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE
-    )
-)
+_OPTIONAL = _PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+_EXTRAS = set(re.findall(r"^([\w-]+) = \[", _OPTIONAL, re.MULTILINE))
 _TEXTS = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / PACKAGE).rglob("*.py")]
 
 
@@ -168,9 +150,8 @@ def test_every_command_installs_this_project_and_an_extra_that_exists():
         commands += found
         commands += [(_NAME, extra) for extra in re.findall(r"install_command\(['\"]([\w-]+)['\"]\)", text)]
     assert len(commands) > 8
-    for project, extras in commands:
-        assert project in (".", _NAME)
-        assert set(extras.split(",")) <= _EXTRAS
+    assert {project for project, _ in commands} <= {".", _NAME}
+    assert {extra for _, extras in commands for extra in extras.split(",")} <= _EXTRAS
 
 
 def test_the_oldest_torch_that_is_admitted_is_the_one_that_is_tested():
@@ -214,12 +195,6 @@ def test_the_readme_on_an_index_leads_to_the_address_that_the_owner_names():
     assert shown(text, "https://i.org/") == there
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("pretence", "name"),
     [
@@ -228,7 +203,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_platform_that_lacks_what_it_takes_is_one_sentence(pretence, name):
-    done = run(f"import sys; {pretence}; import bagua.torch_api")
+    done = finished(sys.executable, "-c", f"import sys; {pretence}; import bagua.torch_api")
     told = f"ImportError: bagua runs on Linux and macOS, not on {name or sys.platform}; on Windows, use it inside WSL"
     assert done.stderr.strip().endswith(told)
 
@@ -245,8 +220,7 @@ def test_the_package_has_the_names_of_its_entry():
     for given, meant in {"init": "init_process_group", "all_reduce": "allreduce", "BaguaModul": "BaguaModule"}.items():
         with pytest.raises(AttributeError, match=rf"'bagua' has no attribute '{given}'\. Did you mean '{meant}'"):
             getattr(bagua, given)
-    assert not hasattr(bagua, "__wrapped__")
-    assert not hasattr(bagua.torch_api, "__wrapped__")
+    assert not any(hasattr(module, "__wrapped__") for module in (bagua, bagua.torch_api))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/getting_started.md"])

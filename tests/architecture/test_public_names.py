@@ -3,8 +3,6 @@
 `python -m tests.architecture.test_public_names` writes the list again after a wanted change.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -17,47 +15,23 @@ import pytest
 from tests.architecture.rules import OPEN_PACKAGES, PACKAGE, REPOSITORY, is_within, read_sources
 
 FROZEN_LIST = Path(__file__).with_name("public_names.txt")
-API_PAGES = REPOSITORY / "docs" / "api"
-
 # Has modules without files.
 ALGORITHMS = "bagua.torch_api.algorithms"
 
 # Modules that are doors; what lies behind them may move.
 DOORS = (
-    "bagua",
-    "bagua.advise",
-    "bagua.algorithms",
-    "bagua.buckets",
-    "bagua.comm",
-    "bagua.compression",
-    "bagua.distributed",
-    "bagua.errors",
-    "bagua.membership",
-    "bagua.observe",
-    "bagua.optim",
-    "bagua.parallel",
-    "bagua.parallel.decentralized",
-    "bagua.primitives",
-    "bagua.testing",
-    "bagua.topology",
-)
+    "bagua", "bagua.advise", "bagua.algorithms", "bagua.buckets", "bagua.comm", "bagua.compression",
+    "bagua.distributed", "bagua.errors", "bagua.membership", "bagua.observe", "bagua.optim", "bagua.parallel",
+    "bagua.parallel.decentralized", "bagua.primitives", "bagua.testing", "bagua.topology",
+)  # fmt: skip
 
 
 def public_modules(root: Path = REPOSITORY / PACKAGE) -> list[str]:
-    """The public modules that exist."""
     found = [source.module for source in read_sources(root)]
     if ALGORITHMS in found:
         found += [module.__name__ for module in vars(importlib.import_module(ALGORITHMS))["MODULES"].values()]
-    return [
-        name
-        for name in found
-        if name in DOORS or (any(is_within(name, package) for package in OPEN_PACKAGES) and "._" not in name)
-    ]
-
-
-def public_names() -> list[str]:
-    """Every public name, with its module, sorted."""
-    return names_of(public_modules())
+    within = [name for name in found if any(is_within(name, one) for one in OPEN_PACKAGES) and "._" not in name]
+    return [name for name in found if name in DOORS or name in within]
 
 
 def names_of(modules: Iterable[str]) -> list[str]:
@@ -78,20 +52,11 @@ def missing_extra(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    FROZEN_LIST.write_text("\n".join(public_names()) + "\n", encoding="utf-8")
+    FROZEN_LIST.write_text("\n".join(names_of(public_modules())) + "\n", encoding="utf-8")
 
 
 # How a page shows all public names of a module.
 SHOWN = re.compile(r"^\.\. automodule:: (\S+)\n   :members:|^```\{facade-index\} (\S+)", re.MULTILINE)
-
-
-def documented_modules(pages: Path) -> set[str]:
-    """The modules whose `__all__` the API pages show."""
-    return {
-        automodule or facade
-        for page in sorted(pages.glob("*.md"))
-        for automodule, facade in SHOWN.findall(page.read_text(encoding="utf-8"))
-    }
 
 
 def unexplained(owner: object, names: list[str]) -> list[str]:
@@ -105,9 +70,8 @@ def unexplained(owner: object, names: list[str]) -> list[str]:
         if not (value.__doc__ or "").strip():
             missing.append(name)
         if inspect.isclass(value) and value.__module__.startswith("bagua"):
-            methods = [key for key, member in vars(value).items() if inspect.isroutine(member)]
-            # The name of a test says what is tested.
-            methods = [method for method in methods if not method.startswith(("_", "test_"))]
+            routines = [key for key, member in vars(value).items() if inspect.isroutine(member)]
+            methods = [key for key in routines if not key.startswith(("_", "test_"))]  # A test's name says it all.
             missing += [f"{name}.{method}" for method in methods if not inspect.getdoc(getattr(value, method))]
     return missing
 
@@ -125,10 +89,9 @@ def test_public_names_are_the_frozen_ones() -> None:
     now = names_of(name for name in modules if name not in missing)
     lines = FROZEN_LIST.read_text(encoding="utf-8").splitlines()
     frozen = [line for line in lines if line.split(":")[0] not in missing]
+    changed = {"added": sorted({*now} - {*frozen}), "gone": sorted({*frozen} - {*now})}
     advice = "if this is wanted: python -m tests.architecture.test_public_names, and a line in CHANGELOG.md"
-    assert {"added": sorted({*now} - {*frozen}), "gone": sorted({*frozen} - {*now})} == {"added": [], "gone": []}, (
-        advice
-    )
+    assert changed == {"added": [], "gone": []}, advice
 
 
 @pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")  # It warns whatever is asked of it.
@@ -141,4 +104,7 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 
 
 def test_every_public_module_is_in_the_api_pages() -> None:
-    assert {*public_modules()} - {"bagua"} == documented_modules(API_PAGES)
+    shown = SHOWN.findall(
+        "\n".join(page.read_text(encoding="utf-8") for page in (REPOSITORY / "docs/api").glob("*.md"))
+    )
+    assert {*public_modules()} - {"bagua"} == {automodule or facade for automodule, facade in shown}

@@ -1,10 +1,10 @@
 """Benchmarks tell what is slower, what they cannot tell, whose loss is worse, and what was predicted wrongly."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from benchmarks import convergence, paired
 from benchmarks.convergence import BASELINE, MUTANT, Ended, make_lines
 from benchmarks.paired import Comparison, Interval, Rounds, compare, compare_added
 from benchmarks.prediction import Cell, Ground, add_to, main, plain_step_s, summary, tables
+
+FACTS = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
 
 
 def noisy_rounds(factor: float, rounds: int = 40) -> Rounds:
@@ -26,17 +28,14 @@ def noisy_rounds(factor: float, rounds: int = 40) -> Rounds:
 
 def test_a_ratio_is_found_below_noise_that_both_share():
     comparison = compare("", noisy_rounds(1.2))
-    assert comparison.result.median == pytest.approx(1.2, abs=0.02)
-    assert comparison.same.median == pytest.approx(1.0, abs=0.02)
+    assert (comparison.result.median, comparison.same.median) == pytest.approx((1.2, 1.0), abs=0.02)
     assert comparison.result.low < comparison.result.median < comparison.result.high
 
 
 def test_an_added_time_is_in_microseconds():
-    rounds = Rounds([1e-6] * 5, [4.5e-6] * 5, [1e-6] * 5)
-    comparison = compare_added("", rounds, limit_us=4.0)
+    comparison = compare_added("", Rounds([1e-6] * 5, [4.5e-6] * 5, [1e-6] * 5), limit_us=4.0)
     assert comparison.result.median == pytest.approx(3.5)
-    assert comparison.same.median == 0.0
-    assert comparison.verdict == "met"
+    assert (comparison.same.median, comparison.verdict) == (0.0, "met")
 
 
 @pytest.mark.parametrize(
@@ -54,16 +53,16 @@ def test_the_slowest_rank_gives_the_time_of_a_sample():
 
 def test_samples_rotate_and_each_is_preceded_by_the_barrier_and_an_untimed_call():
     seen = []
-    rounds = paired.measure(
-        lambda: seen.append("A"), lambda: seen.append("B"), rounds=3, before_each=lambda: seen.append("|")
-    )
+    one, other, barrier = (partial(seen.append, word) for word in "AB|")
+    rounds = paired.measure(one, other, rounds=3, before_each=barrier)
     assert "".join(seen) == "|A|B" + "|AA|BB|AA" + "|BB|AA|AA" + "|AA|AA|BB"
     assert [len(times) for times in (rounds.baseline, rounds.candidate, rounds.baseline_again)] == [3, 3, 3]
 
 
 def test_calls_that_settle_are_not_timed():
     seen = []
-    rounds = paired.measure(lambda: seen.append("A"), lambda: seen.append("B"), rounds=1, calls=2, settle=3)
+    one, other = (partial(seen.append, word) for word in "AB")
+    rounds = paired.measure(one, other, rounds=1, calls=2, settle=3)
     assert "".join(seen) == "AABB" + "AAAAA" + "BBBBB" + "AAAAA"
     assert len(rounds.candidate) == 1
 
@@ -73,8 +72,7 @@ def test_a_missed_limit_fails_only_in_enough_rounds(rounds, status, tmp_path, ca
     options = argparse.Namespace(rounds=rounds, json=tmp_path / "numbers.json")
     assert paired.conclude([compare("slow", noisy_rounds(2.0), 1.05)], options, {"memory": 3}) == status
     numbers = json.loads(options.json.read_text())
-    assert numbers["comparisons"][0]["verdict"] == "MISSED"
-    assert numbers["notes"] == {"memory": 3}
+    assert (numbers["comparisons"][0]["verdict"], numbers["notes"]) == ("MISSED", {"memory": 3})
     assert "MISSED" in capsys.readouterr().out
 
 
@@ -83,13 +81,11 @@ def test_a_missed_limit_fails_only_in_enough_rounds(rounds, status, tmp_path, ca
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_a_few_steps(task, tmp_path, capsys):
     numbers = tmp_path / "numbers.json"
-    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--first-seed", "5", "--batch-per-rank", "1"]
-    few += ["--task", task, "--json", str(numbers)]
-    assert convergence.main([*few, "--contenders", BASELINE]) == 0
+    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--first-seed", "5", "--batch-per-rank", "1", "--contenders"]
+    assert convergence.main(["--task", task, "--json", str(numbers), *few, BASELINE]) == 0
     ratios = {line["contender"]: line["mean"] for line in json.loads(numbers.read_text())["lines"]}
     assert ratios[BASELINE] == 1.0
-    for other in (convergence.PERTURBED, MUTANT):
-        assert abs(ratios[other] - 1.0) > 1e-5
+    assert all(abs(ratios[other] - 1.0) > 1e-5 for other in (convergence.PERTURBED, MUTANT))
     assert "not judged" in capsys.readouterr().out
 
 
@@ -99,16 +95,14 @@ def ends(**losses):
 
 def test_ratios_are_taken_seed_by_seed():
     by_seed = [
-        {**ends(gradient_allreduce=2.0, silent=2.5, bytegrad=2.002, qadam=1.1), **ends(**{"adam:lr=0.006": 1.0})},
-        {**ends(gradient_allreduce=4.0, silent=4.0, bytegrad=4.012, qadam=2.0), **ends(**{"adam:lr=0.006": 2.0})},
+        ends(gradient_allreduce=2.0, silent=2.5, bytegrad=2.002, qadam=1.1, **{"adam:lr=0.006": 1.0}),
+        ends(gradient_allreduce=4.0, silent=4.0, bytegrad=4.012, qadam=2.0, **{"adam:lr=0.006": 2.0}),
     ]
     lines = {line.contender: line for line in make_lines(["bytegrad", "qadam", MUTANT, "absent"], by_seed, "images")}
-    assert set(lines) == {"bytegrad", "qadam", MUTANT}
     assert lines["bytegrad"].ratios == pytest.approx([1.001, 1.003])
-    assert lines["bytegrad"].verdict == "met"
     assert lines["qadam"].ratios == pytest.approx([1.1, 1.0])
-    assert lines["qadam"].verdict == "MISSED"
-    assert lines[MUTANT].verdict == "broken, as it must be"
+    verdicts = {"bytegrad": "met", "qadam": "MISSED", MUTANT: "broken, as it must be"}
+    assert {name: line.verdict for name, line in lines.items()} == verdicts
 
 
 @pytest.mark.parametrize(("loss", "seeds", "status"), [(2.5, 3, 0), (2.0, 3, 1), (2.0, 2, 0)])
@@ -125,8 +119,7 @@ def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.Captur
     assert len(json.loads(file.read_text())) == 3
     assert main(["--read", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "| `ddp` | 110.0 / 100.0 ms, +10% |" in said
-    assert "| `top_k` | 60.0 / 100.0 ms, -40% |" in said
+    assert all(row in said for row in ("| `ddp` | 110.0 / 100.0 ms, +10% |", "| `top_k` | 60.0 / 100.0 ms, -40% |"))
     assert "3 cells: median error 10.0%, 67% within 15 %, nine in ten within 40%" in said
 
 
@@ -137,11 +130,8 @@ def test_what_the_switch_could_not_carry_does_not_count() -> None:
 
 
 def test_the_named_algorithm_is_held_against_the_best() -> None:
-    near = [
-        Cell("ddp", 2, "10mbit", 1.0, 1.0),
-        Cell("bytegrad", 2, "10mbit", 0.5, 0.52),
-        Cell("x", 2, "10mbit", 0.6, 0.5),
-    ]
+    near = [Cell("ddp", 2, "10mbit", 1.0, 1.0), Cell("bytegrad", 2, "10mbit", 0.5, 0.52)]
+    near.append(Cell("x", 2, "10mbit", 0.6, 0.5))
     # Not worth a change: plain DDP is named unless another one is predicted to be 5 % faster.
     far = [Cell("ddp", 4, "10gbit", 1.0, 1.2), Cell("bytegrad", 4, "10gbit", 0.96, 1.0)]
     said = summary([*near, *far])
@@ -151,22 +141,16 @@ def test_the_named_algorithm_is_held_against_the_best() -> None:
 
 
 def test_a_pace_changes_all_that_a_processor_does() -> None:
-    parameters = (ParameterFacts("weight", (4, 4), "float32", 0.05),)
     run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
     calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
     machine = MachineFacts(message_s=1.0, byte_s=0.5, local_message_s=3.0, local_byte_s=4.0, calls=calls)
-    ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine)
+    ground = Ground(FACTS, (Rehearsal("ddp", (), (run,), 0.25),), machine)
     slower = ground.at_pace(2.0)
-    assert slower.facts.steps_s == (0.2,)
-    assert slower.facts.parameters[0].arrival_s == 0.1
-    assert slower.rehearsals[0].extra_s == 0.5
-    assert slower.rehearsals[0].runs[0].items == (2.0, run.items[1], 1.0)
-    assert (slower.machine.message_s, slower.machine.byte_s) == (2.0, 1.0)
-    assert (slower.machine.local_message_s, slower.machine.local_byte_s) == (6.0, 8.0)
-    assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
+    assert (slower.facts.steps_s, slower.facts.parameters[0].arrival_s) == ((0.2,), 0.1)
+    assert slower.rehearsals == (Rehearsal("ddp", (), (Run((2.0, run.items[1], 1.0)),), 0.5),)
+    seconds = {"message_s": 2.0, "byte_s": 1.0, "local_message_s": 6.0, "local_byte_s": 8.0}
+    assert slower.machine == replace(machine, **seconds, calls=(CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),))
 
 
 def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
-    facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
-    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
-    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2
+    assert [plain_step_s(Ground(FACTS, (), MachineFacts(cores=2)), ranks) for ranks in (2, 4)] == [0.1, 0.2]

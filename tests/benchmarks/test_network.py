@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,8 +69,7 @@ def test_a_turn_is_timed_from_the_end_of_one_period_to_the_end_of_the_next(monke
         return 0.5 * len(steps)
 
     training = object.__new__(ranks.Training)
-    training.trainer = SimpleNamespace(step=lambda: steps.append("step"))
-    training.prepared = Prepared(None, None)
+    training.trainer, training.prepared = SimpleNamespace(step=lambda: steps.append("step")), Prepared(None, None)
     monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=look))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     place = SimpleNamespace(sent_bytes=lambda _: 100 * len(steps))
@@ -88,11 +88,8 @@ def test_the_thread_that_builds_stays_where_it_is(needs_lab):
 
 
 def test_without_root_it_says_what_it_needs(monkeypatch, capsys):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-
     monkeypatch.setattr(lab.shutil, "which", lambda _: "/sbin/it")
-    monkeypatch.setattr(lab, "new_namespace", refuse)
+    monkeypatch.setattr(lab, "new_namespace", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     assert command.main(["--contenders", "ddp_fp16"]) == command.NOT_AVAILABLE
     assert "needs root for it (CAP_SYS_ADMIN and CAP_NET_ADMIN" in capsys.readouterr().err
     monkeypatch.setattr(lab.shutil, "which", lambda _: None)
@@ -110,9 +107,8 @@ def test_a_run_times_counts_and_trains(needs_lab, tmp_path, capsys):
     lines = {(line["contender"], line["rate_mbit_s"]): line for line in run["lines"]}
     assert len(lines) == 8
     for rate in (1000, None):
-        assert lines["ddp_fp16", rate]["sent_ratio"] == pytest.approx(0.5, abs=0.05)
-        assert lines["ddp_8bit", rate]["sent_ratio"] == pytest.approx(0.25, abs=0.05)
-        assert lines["gradient_allreduce", rate]["sent_ratio"] == pytest.approx(1, abs=0.05)
+        for who, ratio in (("ddp_fp16", 0.5), ("ddp_8bit", 0.25), ("gradient_allreduce", 1)):
+            assert lines[who, rate]["sent_ratio"] == pytest.approx(ratio, abs=0.05)
         losses = [lines[who, rate]["loss"]["after_steps"] for who in ("ddp", "gradient_allreduce")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     gradient_bytes = 4 * sum(p.numel() for p in PerceptronTask(hidden=32).trainer(0).model.parameters())
@@ -126,14 +122,9 @@ def test_a_run_times_counts_and_trains(needs_lab, tmp_path, capsys):
 
 @pytest.mark.gloo
 def test_nothing_is_left_after_a_termination(needs_lab):
-    endless = ["--rates", "1", "--hidden", "64", "--contenders", "ddp_fp16"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.network", *endless],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    endless = ["-m", "benchmarks.network", "--rates", "1", "--hidden", "64", "--contenders", "ddp_fp16"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, *endless], cwd=REPOSITORY, **pipes, text=True) as process:
         try:
             assert any("links at 1 Mbit/s" in line for line in process.stderr)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -160,9 +151,7 @@ def line(rate, ratio, **promised):
 )
 def test_limits_on_time_and_bytes(promised, missed):
     measured = line(100, 0.5, **promised)
-    assert measured.sent_ratio == 0.25
-    assert measured.missed is missed
-    assert ("MISSED" in report.row(measured)) is missed
+    assert (measured.sent_ratio, measured.missed, "MISSED" in report.row(measured)) == (0.25, missed, missed)
     run = Run(2, 1, "task", "ddp", 20, [measured])
     assert command.has_failed(run) is missed
     assert not command.has_failed(replace(run, rounds=19))
@@ -173,8 +162,7 @@ def test_slowest_rank_and_all_hosts_count():
     first = ([Sample(1.0, 10.0)] * 3, [Sample(4.0, 2.0)] * 3, [Sample(1.0, 10.0)] * 3)
     second = ([Sample(2.0, 30.0)] * 3, [Sample(3.0, 4.0)] * 3, [Sample(2.0, 30.0)] * 3)
     made = make_line("x", None, [first, second], hosts=2, limit=None)
-    assert made.step.result.median == 2.0
-    assert (made.sent_bytes, made.baseline_sent_bytes) == (3.0, 20.0)
+    assert (made.step.result.median, made.sent_bytes, made.baseline_sent_bytes) == (2.0, 3.0, 20.0)
 
 
 def test_where_it_pays():
@@ -186,7 +174,5 @@ def test_where_it_pays():
 
 def test_steps_in_equal_time_are_bounded():
     plan = Plan(hosts=2, rates=(100.0,), contenders=("x",), task=PerceptronTask(), rounds=1, steps=10)
-    experiment = Experiment(plan, lab.Network((), ""))
-    assert experiment.steps_in_time(line(100, 0.5)) == (20, False)
-    assert experiment.steps_in_time(line(100, 3.0)) == (3, False)
-    assert experiment.steps_in_time(line(100, 0.01)) == (40, True)
+    steps_in_time = Experiment(plan, lab.Network((), "")).steps_in_time
+    assert [steps_in_time(line(100, ratio)) for ratio in (0.5, 3.0, 0.01)] == [(20, False), (3, False), (40, True)]

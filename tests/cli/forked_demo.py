@@ -3,8 +3,6 @@
 It leads a group of processes, as a command at a terminal does, and says which processes there are.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

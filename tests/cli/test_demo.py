@@ -7,10 +7,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,21 +19,18 @@ from bagua.cli import demo
 from bagua.cli.demo import ByteTransformer, named, read_standard_library, windows
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.cli.main import main
+from tests.harness import until
 from tests.interpreters import interpreter
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.launching import REPOSITORY, finished
 
 
 def demo_command(*arguments: str) -> list[str]:
     return [*interpreter(), "-m", "tests.cli.forked_demo", "demo", *arguments]
 
 
-def finished(folder: Path, *arguments: str) -> tuple[str, dict[str, list[float]]]:
+def whole_demo(folder: Path, *arguments: str) -> tuple[str, dict[str, list[float]]]:
     """What the demo says, and the numbers of its table: seconds, ms a step, MB, ms to send them, and two losses."""
-    done = subprocess.run(
-        demo_command(*arguments), capture_output=True, text=True, timeout=240, cwd=folder, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    done = finished(*demo_command(*arguments), folder=folder)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^  (\w+)  +(\d.*)$", done.stdout, re.MULTILINE)
     return done.stdout, {name: [float(number) for number in re.findall(r"[\d.]+", row)] for name, row in rows}
@@ -41,7 +38,7 @@ def finished(folder: Path, *arguments: str) -> tuple[str, dict[str, list[float]]
 
 @pytest.mark.gloo
 def test_without_a_name_three_algorithms_are_compared(tmp_path):
-    said, rows = finished(tmp_path, "--steps", "8", "--link", "200")
+    said, rows = whole_demo(tmp_path, "--steps", "8", "--link", "200")
     assert list(rows) == ["gradient_allreduce", "bytegrad", "local_sgd"]
     runs = re.findall(r"^run (\d) of 3: (\w+), 8 steps$", said, re.MULTILINE)
     assert runs == [(str(number), name) for number, name in enumerate(rows, start=1)]
@@ -64,23 +61,17 @@ def test_without_a_name_three_algorithms_are_compared(tmp_path):
 @pytest.mark.gloo
 def test_two_ranks_learn(tmp_path):
     tmp_path.joinpath("bagua-demo-loss.png").mkdir()
-    said, rows = finished(tmp_path, "--algorithm", "bytegrad", "--steps", "24")
+    said, rows = whole_demo(tmp_path, "--algorithm", "bytegrad", "--steps", "24")
     assert "the same 24 steps of 2 processes, over " in said
     assert max(rows["bytegrad"][4:]) < 0.7 * math.log(256)  # All bytes were equally likely.
     assert "picture: not drawn; " in said
 
 
 def test_where_there_is_no_lab_the_demo_says_why(monkeypatch, capsys):
-    def refuse(*_: object) -> None:
-        raise LabUnavailableError("the lab needs root")
-
-    def run_ranks(*arguments: object) -> None:
-        assert arguments[-1] is None
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "open_network", refuse)
-    monkeypatch.setattr(demo, "run_ranks", run_ranks)
+    monkeypatch.setattr(demo, "open_network", Mock(side_effect=LabUnavailableError("the lab needs root")))
+    monkeypatch.setattr(demo, "run_ranks", run_ranks := Mock(side_effect=KeyboardInterrupt))
     assert main(["demo"]) == 130
+    assert run_ranks.call_args.args[-1] is None
     assert "with links as fast as this machine, because the lab needs root" in capsys.readouterr().out
 
 
@@ -97,66 +88,48 @@ class Demo(NamedTuple):
     process: int
     ranks: list[int]
 
+    def assert_ends(self, status: int, said: str) -> None:
+        """By itself, with these words alone but for what torch says of hosts of the lab, which have no names."""
+        _, errors = self.command.communicate(timeout=240)
+        assert self.command.returncode == status
+        assert re.fullmatch(said, re.sub(r"^\[W.*\n", "", errors, flags=re.MULTILINE), re.DOTALL), errors
+
 
 @pytest.fixture
 def endless_demo() -> Iterator[Demo]:
-    with subprocess.Popen(
-        demo_command("--algorithm", "allreduce", "--steps", "100000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    ) as command:
-        assert command.stdout is not None
+    """However it ends in the test, its ranks end, too."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("finds processes through /proc")
+    words, pipe = demo_command("--algorithm", "allreduce", "--steps", "100000"), subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=REPOSITORY) as command:
         said = ""
         while (line := command.stdout.readline()).strip() != "run 1 of 1: gradient_allreduce, 100000 steps":
             assert line, command.communicate()[1]
             said += line
         process, *ranks = map(int, re.findall("is process ([0-9]+)", said))
         assert len(ranks) == 2
-        yield Demo(command, process, ranks)
-        command.kill()
-
-
-def own_words(said: str) -> str:
-    """Without what torch says of hosts of the lab, which have no names."""
-    return re.sub(r"^\[W.*\n", "", said, flags=re.MULTILINE)
-
-
-def all_gone(process_ids: list[int], within_s: float = 60.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while time.monotonic() < end_s:
-        if not any(Path(f"/proc/{pid}").exists() for pid in process_ids):
-            return True
-        time.sleep(0.05)
-    return False
+        try:
+            yield Demo(command, process, ranks)
+            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+        finally:
+            command.kill()
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc")
 def test_an_interrupt_from_the_terminal_ends_everything(endless_demo):
     os.killpg(endless_demo.process, signal.SIGINT)  # what a terminal does on Ctrl-C
-    _, said = endless_demo.command.communicate(timeout=240)
-    assert endless_demo.command.returncode == 130
-    assert own_words(said) == "interrupted; all processes have ended\n"
-    assert all_gone(endless_demo.ranks)
+    endless_demo.assert_ends(130, "interrupted; all processes have ended\n")
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc")
 def test_a_killed_rank_is_named_and_the_others_end_with_a_typed_error(endless_demo):
     os.kill(endless_demo.ranks[1], signal.SIGKILL)
-    _, said = endless_demo.command.communicate(timeout=240)
-    assert endless_demo.command.returncode == 1
-    assert own_words(said).startswith("rank 1 was killed by SIGKILL\nrank 0 failed: PeerLostError: ")
-    assert all_gone(endless_demo.ranks)
+    endless_demo.assert_ends(1, "rank 1 was killed by SIGKILL\nrank 0 failed: PeerLostError: .*")
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc")
 def test_killing_the_demo_itself_leaves_nothing_behind(endless_demo):
-    os.kill(endless_demo.process, signal.SIGKILL)
-    assert all_gone(endless_demo.ranks)
+    os.kill(endless_demo.process, signal.SIGKILL)  # The fixture looks for what is left.
 
 
 def test_text_is_split_by_files(tmp_path):

@@ -17,8 +17,6 @@ pytest, and two fixtures: ``algorithm``, a declaration, and ``pool``, thread ran
         pass
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pickle
@@ -30,28 +28,15 @@ from typing import Any, Literal
 import pytest
 import torch
 
-import bagua.algorithms
 import bagua.comm
-import bagua.compression
-import bagua.primitives
+from bagua import algorithms, compression, primitives
 from bagua.algorithms import Algorithm, Exchange, Flight, How
 from bagua.comm import ProcessGroup, ReduceOp, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.testing.ranks import RankPool
-from tests.harness import (
-    OptimizerMaker,
-    State,
-    assert_close,
-    assert_same_on_all_ranks,
-    home,
-    loss_of,
-    mlp,
-    reference,
-    sgd,
-    snapshot,
-    train_steps,
-)
+from tests import harness
+from tests.harness import OptimizerMaker, State, assert_close, assert_same_on_all_ranks, mlp, snapshot, train_steps
 
 __all__ = ["AlgorithmContract", "assert_keeps_promises", "promised_by", "spread"]
 
@@ -80,7 +65,7 @@ def build(
 
 def optimizer_maker(algorithm: Algorithm) -> OptimizerMaker:
     """What makes an optimizer of the kind that ``algorithm`` needs."""
-    return algorithm.optimizer_class or sgd
+    return algorithm.optimizer_class or harness.sgd
 
 
 def train(algorithm: Algorithm, steps: Iterable[int] = range(STEPS), bucket_bytes: int = BUCKET_BYTES) -> State:
@@ -126,12 +111,9 @@ def promised_by(algorithm: Algorithm) -> Promise:
 
 
 def assert_keeps_promises(promise: Promise, results: list[tuple[State, State]], expected: State) -> None:
-    """Raise ``AssertionError`` unless the ranks ended where ``promise`` says.
+    """Raise ``AssertionError`` unless the ``results`` of ``train_and_rest`` on the ranks are where ``promise`` says.
 
-    Args:
-        promise: promise of the algorithm.
-        results: results of ``train_and_rest`` on each rank.
-        expected: state of one process that trained with the data of all ranks.
+    ``expected`` is the state of one process that trained with the data of all ranks.
     """
     states = [trained for trained, _ in results]
     if promise == "consensus" and len(states) > 1:
@@ -158,38 +140,28 @@ def exchange_exact_mean(self: How, flight: Flight, group: ProcessGroup) -> None:
 
 
 class AlgorithmContract:
-    """Tests that any algorithm passes.
+    """Tests that any algorithm passes."""
 
-    Attributes:
-        sizes: numbers of ranks that it is tried on.
-        promise: promise to test, where exchanges alone do not tell it; None for the one that they tell.
-    """
+    sizes: tuple[int, ...] = (1, 2, 3, 4)  # numbers of ranks that it is tried on
+    promise: Promise | None = None  # to test, where exchanges alone do not tell it; None for the one that they tell
 
-    sizes: tuple[int, ...] = (1, 2, 3, 4)
-    promise: Promise | None = None
-
-    # The declaration.
-
-    def test_the_declaration_prints_as_its_constructor_call(self, algorithm: Algorithm) -> None:
+    def test_the_declaration_and_exchanges_print_as_constructor_calls_and_survive_pickle(
+        self, algorithm: Algorithm
+    ) -> None:
         names: dict[str, Any] = {"torch": torch}
         for exchange in algorithm.every_exchange():
-            names.update(names_in(exchange))
-        names.update(vars(importlib.import_module(type(algorithm).__module__)))
+            assert pickle.loads(pickle.dumps(exchange)) == exchange
+            assert eval(repr(exchange), names_in(exchange)) == exchange
+            names |= names_in(exchange)
+        names |= vars(importlib.import_module(type(algorithm).__module__))
         names[type(algorithm).__name__] = type(algorithm)
         assert eval(repr(algorithm), names) == algorithm
-
-    def test_the_declaration_survives_pickle(self, algorithm: Algorithm) -> None:
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
     def test_the_bound_form_keeps_the_options(self, algorithm: Algorithm) -> None:
         bound = algorithm.reify(bagua.comm.solo_group())
         assert bound.options == algorithm
         assert type(bound) is type(algorithm).implementation
-
-    def test_its_exchanges_print_as_their_constructor_calls_and_survive_pickle(self, algorithm: Algorithm) -> None:
-        for exchange in algorithm.every_exchange():
-            assert pickle.loads(pickle.dumps(exchange)) == exchange
-            assert eval(repr(exchange), names_in(exchange)) == exchange
 
     def test_the_schedule_is_a_function_of_the_step(self, algorithm: Algorithm) -> None:
         steps = [3, 1, 2, 7, 1000, 2, 1, 3]
@@ -199,18 +171,14 @@ class AlgorithmContract:
             due = [t for t in range(1, 50) if exchange.when.due(t)]
             assert [exchange.when.round(t) for t in due] == list(range(1, len(due) + 1))
 
-    # Training.
-
     def test_training_gives_what_is_promised(self, algorithm: Algorithm, pool: RankPool) -> None:
         for size in self.sizes:
             results = pool.run(train_and_rest, algorithm, size=size)
             assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, size))
 
-    @pytest.mark.parametrize("hosts", [(2, 1), (1, 3), (2, 2)], ids=str)
-    def test_host_layouts_work_or_are_refused(
-        self, algorithm: Algorithm, pool: RankPool, hosts: tuple[int, ...]
-    ) -> None:
-        results = pool.run(train_or_refuse, algorithm, hosts=list(hosts))
+    @pytest.mark.parametrize("hosts", [[2, 1], [1, 3], [2, 2]], ids=lambda hosts: str(tuple(hosts)))
+    def test_host_layouts_work_or_are_refused(self, algorithm: Algorithm, pool: RankPool, hosts: list[int]) -> None:
+        results = pool.run(train_or_refuse, algorithm, hosts=hosts)
         if any(isinstance(result, str) for result in results):
             assert len(set(results)) == 1, "one rank trains where another refuses"
             return
@@ -229,22 +197,17 @@ class AlgorithmContract:
             assert mine == other, "ranks exchanged different buckets"
             assert {step for step, _ in mine} == self.due_steps(algorithm)
 
-    # What ends badly on one rank.
-
     def test_an_update_that_one_rank_skips_stops_nobody(self, algorithm: Algorithm, pool: RankPool) -> None:
-        for state in pool.run(train_with_a_skipped_update, algorithm, size=2):
-            assert all(torch.isfinite(value).all() for value in state.values())
+        states = pool.run(train_with_a_skipped_update, algorithm, size=2)
+        assert all(value.isfinite().all() for state in states for value in state.values())
 
     def test_an_inf_on_one_rank_poisons_nothing(self, algorithm: Algorithm, pool: RankPool) -> None:
         states = pool.run(train_with_an_inf, algorithm, size=2)
-        for state in states:
-            assert all(torch.isfinite(value).all() for value in state.values()), "weights or state kept an Inf"
+        assert all(value.isfinite().all() for state in states for value in state.values()), "something kept an Inf"
         if self.promise_of(algorithm) == "exact":
             steps = [step for step in range(STEPS) if step != INF_STEP]
             assert_same_on_all_ranks(states)
-            assert_close(states[0], reference(mlp(), optimizer_maker(algorithm), 2, steps))
-
-    # What is remembered.
+            assert_close(states[0], harness.reference(mlp(), optimizer_maker(algorithm), 2, steps))
 
     def test_training_resumes_bit_exactly_with_the_saved_buckets(self, algorithm: Algorithm, pool: RankPool) -> None:
         """At every step: also where a phase ends."""
@@ -265,8 +228,6 @@ class AlgorithmContract:
     def test_switching_away_and_back_is_possible(self, algorithm: Algorithm, pool: RankPool) -> None:
         for state in pool.run(switch_away_and_back, algorithm, size=2):
             assert all(torch.isfinite(value).all() for value in state.values())
-
-    # Would these tests notice?
 
     def test_the_suite_notices_that_nothing_is_exchanged(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
@@ -295,10 +256,7 @@ class AlgorithmContract:
         with pytest.raises(AssertionError):
             assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, 2))
 
-    # Facts about the algorithm.
-
     def promise_of(self, algorithm: Algorithm) -> Promise:
-        """What the algorithm promises."""
         return self.promise or promised_by(algorithm)
 
     def due_steps(self, algorithm: Algorithm) -> set[int]:
@@ -314,21 +272,17 @@ class AlgorithmContract:
 
 @functools.lru_cache(maxsize=64)  # Most algorithms take any optimizer, and are compared with the same training.
 def _reference(make_optimizer: OptimizerMaker, size: int) -> State:
-    return reference(mlp(), make_optimizer, size, range(STEPS))
+    return harness.reference(mlp(), make_optimizer, size, range(STEPS))
 
-
-# What the ranks run.
 
 INF_STEP = 4
 
 
 def hows_of(algorithm: Algorithm) -> list[How]:
-    """How the algorithm sends what it sends."""
     return [exchange.how for exchange in algorithm.every_exchange() if exchange.how is not None]
 
 
 def replace_exchanges(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Have ``run`` called for all that the algorithm sends."""
     for kind in {type(how) for how in hows_of(algorithm)}:
         monkeypatch.setattr(kind, "run", run)
 
@@ -336,13 +290,9 @@ def replace_exchanges(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, run
 def names_in(exchange: Exchange) -> dict[str, Any]:
     """What is needed to evaluate the printed form of an exchange."""
     parts = (exchange, exchange.what, exchange.when, exchange.how, exchange.then)
-    names = {
-        **vars(bagua.compression),
-        **vars(bagua.primitives),
-        **{one: getattr(bagua.algorithms, one) for one in bagua.algorithms.__all__},
-    }
+    names = {**vars(compression), **vars(primitives), **{one: getattr(algorithms, one) for one in algorithms.__all__}}
     for part in parts:
-        names.update(vars(importlib.import_module(type(part).__module__)))
+        names |= vars(importlib.import_module(type(part).__module__))
     return {**names, **{type(part).__name__: type(part) for part in parts}, "torch": torch}
 
 
@@ -377,7 +327,7 @@ def train_with_a_skipped_update(algorithm: Algorithm) -> State:
     model, optimizer = build(algorithm)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
+        harness.loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
         if (rank, step) != (1, 3):
             optimizer.step()
     return snapshot(model)
@@ -391,7 +341,7 @@ def train_scaled(
     model, optimizer = build(algorithm, seed=seed, scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
+        loss = harness.loss_of(model, rank, step)
         scaler.scale(loss * float("inf") if (rank, step) == infinite else loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
@@ -400,7 +350,7 @@ def train_scaled(
 
 def train_with_an_inf(algorithm: Algorithm) -> State:
     """In one step the loss of rank 1 is infinite."""
-    scaler = torch.amp.GradScaler(home().type, init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(harness.home().type, init_scale=2.0**10)
     return train_scaled(algorithm, scaler, infinite=(1, INF_STEP))
 
 
@@ -417,8 +367,7 @@ def train_and_save(algorithm: Algorithm, moments: Iterable[int] = (STEPS // 2,))
     made, saved = 0, []
     for moment in moments:
         train_steps(model, optimizer, rank, range(made, moment))
-        made = moment
-        remembered = model.bagua_state_dict()
+        made, remembered = moment, model.bagua_state_dict()
         state = {"model": snapshot(model), "optimizer": optimizer.state_dict(), "algorithm": remembered}
         saved.append(pickle.loads(pickle.dumps(state)))
     return saved
@@ -441,7 +390,6 @@ def resume_and_train(
 
 
 def switch_away_and_back(algorithm: Algorithm) -> State:
-    """Train with ``algorithm``, with gradient allreduce, and with ``algorithm`` again."""
     rank = bagua.comm.get_rank()
     model, optimizer = build(algorithm)
     train_steps(model, optimizer, rank, range(4))

@@ -1,7 +1,5 @@
 """Chapter 3: ranks that ask for different things, are late, silent or dead; aborts; use after the end."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time
@@ -42,14 +40,17 @@ class Caught(NamedTuple):
     seconds: float
 
 
-def caught(call: Callable[[], Any]) -> Caught:
-    """The error that ``call`` raises; failing if it raises none."""
+def caught(call: Callable[[], Any], kind: type[errors.BaguaError] = errors.BaguaError, said: str = "") -> Caught:
+    """The error that ``call`` raises; failing if it raises none, one of another kind, or one that says other words."""
     started = time.monotonic()
     try:
         call()
         learn_from_the_device()
     except errors.BaguaError as error:
-        return Caught(error, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        assert isinstance(error, kind), f"{error!r}"
+        assert said in str(error), str(error)
+        return Caught(error, seconds)
     raise AssertionError("no error was raised")
 
 
@@ -87,9 +88,6 @@ def die_last(victim: bool, others: int, end: Callable[[], None] = die) -> None:
     say("has what came before")
 
 
-# A rank that is lost.
-
-
 def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]:
     """The survivors' errors: of the call in which a rank is missing (or the one after it), and of the next."""
     comm = communicator()
@@ -123,9 +121,6 @@ def lose_a_rank_asynchronously(deadline_s: float) -> None:
     assert not comm.usable
 
 
-# Ranks that are late.
-
-
 def without_the_culprit(call: Callable[[], Any]) -> Caught:
     """The error of ``call``, which the culprit makes when another rank has got one."""
     if communicator().rank == CULPRIT:
@@ -153,10 +148,8 @@ def come_late(kind: str, deadline_s: float) -> Caught:
         "broadcast_coalesced": lambda: comm.broadcast_coalesced([tensor], CULPRIT, timeout=deadline_s),
     }
     found = without_the_culprit(calls[kind])
-    copy = pickle.loads(pickle.dumps(found.error))
-    assert type(copy) is type(found.error)
-    assert str(copy) == str(found.error)
-    assert vars(copy) == vars(found.error)
+    facts, copied = ((type(one), str(one), vars(one)) for one in (found.error, pickle.loads(pickle.dumps(found.error))))
+    assert copied == facts
     return found
 
 
@@ -190,9 +183,6 @@ def wait_with_timeout() -> Caught:
     return result
 
 
-# The end.
-
-
 def abort_from_thread() -> Caught:
     """All wait for the culprit, until a thread of rank 0 ends that."""
     comm = communicator()
@@ -202,7 +192,7 @@ def abort_from_thread() -> Caught:
     result = without_the_culprit(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=PATIENT_S))
     comm.abort("once more")
     assert not comm.usable
-    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
+    caught(comm.barrier, errors.CommunicatorClosedError)
     return result
 
 
@@ -210,17 +200,14 @@ def use_from_two_threads() -> None:
     """While one thread waits in a call, another one is refused, and the first notices nothing."""
     group = bagua.comm.get_default_group()
     comm, signals = group.global_communicator, group.duplicate().global_communicator
-    tensor = torch.zeros(1, device=home(comm))
-    flag = torch.ones(1, device=home(comm))
+    tensor, flag = torch.zeros(1, device=home(comm)), torch.ones(1, device=home(comm))
     if comm.rank == 0:
         waiting = threading.Thread(target=comm.recv, args=(tensor, 1))
         waiting.start()
         until(lambda: any("recv" in call for call in comm.history()), SOON_S)
         time.sleep(0.1)
         for refused in (comm.barrier, lambda: comm.allreduce(flag)):
-            error = caught(refused).error
-            assert isinstance(error, errors.ConcurrentUseError)
-            assert "duplicate()" in str(error)
+            caught(refused, errors.ConcurrentUseError, "duplicate()")
         signals.send(flag, 1)
         waiting.join(SOON_S)
         assert not waiting.is_alive()
@@ -244,7 +231,7 @@ def close_twice() -> None:
             continue  # a line of one rank has no messages
         error = caught(partial(EXERCISES[kind], comm, CallSetting())).error
         assert isinstance(error, errors.CommunicatorClosedError), f"{kind} on a closed communicator: {error!r}"
-    assert isinstance(caught(lambda: comm.broadcast_object(1)).error, errors.CommunicatorClosedError)
+    caught(lambda: comm.broadcast_object(1), errors.CommunicatorClosedError)
     comm.abort("after the end")
     perform("allreduce", communicator(), CallSetting())
 
@@ -254,7 +241,7 @@ def break_one_of_two() -> None:
     perform("allreduce", comm, CallSetting())
     communicator().barrier()
     comm.abort("to see what happens to the other")
-    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
+    caught(comm.barrier, errors.CommunicatorClosedError)
     perform("allreduce", communicator(), CallSetting())
     comm.close()
 
@@ -301,7 +288,7 @@ def disagree(disagreement: str) -> tuple[errors.BaguaError, str]:
     assert bool((tensor == 3.0).all()), "ranks that disagree got a result"
     assert seconds < SOON_S, f"it took {seconds:.1f} s to see that ranks disagree"
     assert not comm.usable
-    assert isinstance(caught(comm.barrier).error, errors.CommunicatorClosedError)
+    caught(comm.barrier, errors.CommunicatorClosedError)
     return error, name
 
 

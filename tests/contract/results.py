@@ -1,9 +1,8 @@
 """Chapter 1: results and arguments. Every collective against plain tensors; what cannot work is refused."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -14,18 +13,8 @@ import torch
 import bagua.comm
 from bagua.comm import Communicator, ReduceOp
 from bagua.errors import BaguaError, ConfigurationError, InvalidRankError, InvalidReduceOpError, InvalidTensorError
-from tests.contract.exercises import (
-    COPIED,
-    FLOATS,
-    LEGAL,
-    REDUCED,
-    TENSOR_KINDS,
-    CallSetting,
-    assert_same,
-    communicator,
-    home,
-    perform,
-)
+from tests.contract import exercises
+from tests.contract.exercises import FLOATS, LEGAL, TENSOR_KINDS, CallSetting, communicator, home, perform
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
@@ -51,15 +40,14 @@ def reduce_everything(
 
 
 def carry_everything(comm: Communicator | None = None, shapes: Sequence[tuple[int, ...]] = ((2, 3),)) -> None:
-    for dtype, kind, shape in itertools.product((*COPIED, torch.uint32), COPYING, shapes):
+    for dtype, kind, shape in itertools.product((*exercises.COPIED, torch.uint32), COPYING, shapes):
         perform(kind, comm or communicator(), CallSetting(shape=shape, dtype=dtype))
 
 
 def use_every_root() -> None:
     comm = communicator()
-    for root in range(comm.size):
-        for kind in ROOTED:
-            perform(kind, comm, CallSetting(root=root, seed=root + 1))
+    for root, kind in itertools.product(range(comm.size), ROOTED):
+        perform(kind, comm, CallSetting(root=root, seed=root + 1))
 
 
 # Layouts: each gives a tensor of the same values.
@@ -105,20 +93,17 @@ def use_every_layout() -> None:
             perform(kind, comm, CallSetting(present=present))
         perform(kind, comm, CallSetting(dtype=torch.complex64, present=conjugated))
         # A single element is "contiguous" whatever its stride; each dtype may take another path.
-        for shape in ((2, 3), (1,), ()):
-            for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
-                exercise = perform(kind, comm, CallSetting(shape=shape, dtype=dtype, present=strided))
-                for tensor in exercise.touched:
-                    between = tensor._base[..., 1]  # type: ignore[index]
-                    assert not between.any(), f"{kind} wrote between the elements of its tensor"
+        dtypes = (torch.float32, torch.int16, torch.bool, torch.complex64)
+        for shape, dtype in itertools.product(((2, 3), (1,), ()), dtypes):
+            for tensor in perform(kind, comm, CallSetting(shape=shape, dtype=dtype, present=strided)).touched:
+                between = tensor._base[..., 1]  # type: ignore[index]
+                assert not between.any(), f"{kind} wrote between the elements of its tensor"
 
 
 def use_tensors_with_history() -> None:
-    for present in (as_leaf, with_history):
-        for kind in TENSOR_KINDS:
-            exercise = perform(kind, communicator(), CallSetting(present=present))
-            for tensor in exercise.touched:
-                assert tensor.requires_grad, f"{kind} made a tensor forget that it requires gradients"
+    for present, kind in itertools.product((as_leaf, with_history), TENSOR_KINDS):
+        for tensor in perform(kind, communicator(), CallSetting(present=present)).touched:
+            assert tensor.requires_grad, f"{kind} made a tensor forget that it requires gradients"
 
 
 def exercise_in_inference_mode() -> None:
@@ -148,10 +133,8 @@ def exercise_on_inference_tensors() -> None:
         perform(kind, communicator(), CallSetting(present=strided_in_inference_mode))
         dtype = torch.int16 if kind in REDUCING else torch.float8_e4m3fn
         perform(kind, communicator(), CallSetting(dtype=dtype, present=made_in_inference_mode))
-    work = communicator().allreduce_coalesced(
-        [made_in_inference_mode(torch.ones(3, dtype=dtype, device=home(communicator()))) for dtype in FLOATS],
-        async_op=True,
-    )
+    threes = [torch.ones(3, dtype=dtype, device=home(communicator())) for dtype in FLOATS]
+    work = communicator().allreduce_coalesced([made_in_inference_mode(one) for one in threes], async_op=True)
     for tensor in work.get_future().wait():
         assert tensor.tolist() == [communicator().size] * 3
 
@@ -178,12 +161,10 @@ def use_other_shapes() -> None:
 def return_results() -> list[torch.Tensor]:
     """Everything that must be the same bits on all ranks, on numbers where order and rounding matter."""
     comm = communicator()
-    results: list[torch.Tensor] = []
-    results += perform("allreduce", comm, CallSetting(shape=(LARGE,))).results
+    results = [*perform("allreduce", comm, CallSetting(shape=(LARGE,))).results]
     for shape in ((5,), (1023,), (40_001,)):
-        for dtype in FLOATS:
-            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-                results += perform("allreduce", comm, CallSetting(shape=shape, dtype=dtype, op=op)).results
+        for dtype, op in itertools.product(FLOATS, (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)):
+            results += perform("allreduce", comm, CallSetting(shape=shape, dtype=dtype, op=op)).results
         for kind in ("broadcast", "allgather", "allreduce_coalesced", "broadcast_coalesced"):
             results += perform(kind, comm, CallSetting(shape=shape)).results
     return [result.cpu() if result.numel() < 10_000 else _digest(result) for result in results]
@@ -199,21 +180,19 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 def add_small_to_large() -> None:
     """256 and the spacing of numbers there: each 1 alone is lost in bfloat16, all of them together are not."""
     comm = communicator()
-    for shape in ((3,), (LARGE,)):
-        for kind in REDUCING:
-            tensor = torch.full((comm.size, *shape), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
-            tensor = tensor.to(home(comm))
-            result = tensor
-            if kind == "allreduce":
-                comm.allreduce(tensor)
-            elif kind == "reduce":
-                comm.reduce(tensor, 0)
-                result = tensor if comm.rank == 0 else tensor[:0]
-            else:
-                result = tensor[0].clone()
-                comm.reduce_scatter(result, tensor)
-            expected = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16).item()
-            assert bool((result == expected).all()), f"{kind}: {result.flatten()[:3]} instead of {expected}"
+    own = 256.0 if comm.rank == 0 else 1.0
+    for shape, kind in itertools.product(((3,), (LARGE,)), REDUCING):
+        result = tensor = torch.full((comm.size, *shape), own, dtype=torch.bfloat16, device=home(comm))
+        if kind == "allreduce":
+            comm.allreduce(tensor)
+        elif kind == "reduce":
+            comm.reduce(tensor, 0)
+            result = tensor if comm.rank == 0 else tensor[:0]
+        else:
+            result = tensor[0].clone()
+            comm.reduce_scatter(result, tensor)
+        expected = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16).item()
+        assert bool((result == expected).all()), f"{kind}: {result.flatten()[:3]} instead of {expected}"
 
 
 def reduce_own_memory() -> None:
@@ -234,12 +213,10 @@ def exercise_in_subgroups() -> None:
     size = communicator().size
     members = ([*range(size)], [size - 1], [*range(size // 2, size)], [*range(0, size, 2)])
     groups = [bagua.comm.new_group(some) for some in members]
-    for number, group in enumerate(groups):
-        if not group:
-            continue
-        comm = group.global_communicator
-        for kind in TENSOR_KINDS:
-            perform(kind, comm, replace(CallSetting(seed=number + 1), root=comm.size - 1))
+    for number, group in enumerate(groups, start=1):
+        for kind in TENSOR_KINDS if group else ():
+            comm = group.global_communicator
+            perform(kind, comm, CallSetting(seed=number, root=comm.size - 1))
     perform("allreduce", communicator(), CallSetting())
 
 
@@ -260,9 +237,7 @@ def expect(call: Callable[[Communicator], Any], kind: type[BaguaError], argument
         named = getattr(error, "argument", None)
         assert named is not None, f"{error!r} names no argument"
         assert argument in named, f"{error!r} names {named}, not {argument}"
-        assert argument in str(error), str(error)
-        assert "expected" in str(error), str(error)
-        assert "seen" in str(error), str(error)
+        assert all(part in str(error) for part in (argument, "expected", "seen")), str(error)
     else:
         raise AssertionError(f"nothing was refused where {kind.__name__} about {argument} is due")
     assert comm.usable, "a refused argument broke the communicator"
@@ -279,28 +254,20 @@ def good_calls(dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Any]]:
 
     counts = {"output_counts": [2] * size, "input_counts": [2] * size}
     return {
-        "allreduce": {"tensor": ones(size)},
-        "reduce": {"tensor": ones(size), "dst": 0},
-        "broadcast": {"tensor": ones(size)},
-        "allgather": {"output": ones(size), "tensor": ones(1)},
+        "allreduce": {"tensor": ones(size)}, "reduce": {"tensor": ones(size), "dst": 0},
+        "broadcast": {"tensor": ones(size)}, "allgather": {"output": ones(size), "tensor": ones(1)},
         "gather": {"output": ones(size) if first else None, "tensor": ones(1)},
         "scatter": {"output": ones(1), "tensor": ones(size) if first else None},
         "reduce_scatter": {"output": ones(1), "tensor": ones(size)},
         "alltoall": {"output": ones(size), "tensor": ones(size)},
         "alltoall_v": {"output": ones(size), "tensor": ones(size), **counts},
         "sendrecv": {"output": ones(1), "tensor": ones(1), "src": other, "dst": other},
-        "send": {"tensor": ones(1), "dst": other},
-        "recv": {"tensor": ones(1), "src": other},
-        "barrier": {},
-        "allreduce_coalesced": {"tensors": [ones(1), ones(2)]},
-        "broadcast_coalesced": {"tensors": [ones(1), ones(2)]},
-        "broadcast_object": {},
-        "allgather_object": {"obj": "x"},
-        "gather_object": {"obj": "x"},
+        "send": {"tensor": ones(1), "dst": other}, "recv": {"tensor": ones(1), "src": other}, "barrier": {},
+        "allreduce_coalesced": {"tensors": [ones(1), ones(2)]}, "broadcast_coalesced": {"tensors": [ones(1), ones(2)]},
+        "broadcast_object": {}, "allgather_object": {"obj": "x"}, "gather_object": {"obj": "x"},
         "scatter_object": {"objs": ["x"] * size if first else None},
-        "send_object": {"obj": "x", "dst": other},
-        "recv_object": {"src": other},
-    }
+        "send_object": {"obj": "x", "dst": other}, "recv_object": {"src": other},
+    }  # fmt: skip
 
 
 def refuse_everywhere(names: Sequence[str], bad: Any, error: type[BaguaError], **making: Any) -> None:
@@ -315,14 +282,14 @@ def refuse_everywhere(names: Sequence[str], bad: Any, error: type[BaguaError], *
             if absent or (kind in MESSAGES and communicator().size == 1 and name not in RANKS):
                 continue
             value = [good["tensors"][0], bad] if name == "tensors" else bad
-            expect(lambda comm, kind=kind, call={**good, name: value}: getattr(comm, kind)(**call), error, name)
+            expect(operator.methodcaller(kind, **{**good, name: value}), error, name)
     for tensor, old in zip(given, before, strict=True):
-        assert_same(tensor, old, f"what was passed beside {names}")
+        exercises.assert_same(tensor, old, f"what was passed beside {names}")
 
 
 def try_meaningless_reductions() -> None:
     for op, legal in LEGAL:
-        for dtype in [dtype for dtype in REDUCED if dtype not in legal] + [torch.float8_e5m2]:
+        for dtype in [dtype for dtype in exercises.REDUCED if dtype not in legal] + [torch.float8_e5m2]:
             refuse_everywhere(["op"], op, InvalidReduceOpError, dtype=dtype)
     for unknown in ("sum", None, 17, ReduceOp.PREMUL_SUM, torch.ones(2)):
         refuse_everywhere(["op"], unknown, InvalidReduceOpError)
@@ -335,9 +302,8 @@ def try_wrong_tensors() -> None:
     for bad in ([1.0, 2.0], None, 3.0, torch.ones(2, device="meta"), torch.eye(2, device=device).to_sparse(), foreign):
         refuse_everywhere(TENSORS, bad, InvalidTensorError)
     try_outputs_that_overlap_themselves()
-    for none_at_all in (torch.ones(2, device=device), 5, None):
-        expect(lambda c, given=none_at_all: c.allreduce_coalesced(given), InvalidTensorError, "tensors")
-        expect(lambda c, given=none_at_all: c.broadcast_coalesced(given), InvalidTensorError, "tensors")
+    for given, kind in itertools.product((torch.ones(2, device=device), 5, None), ("allreduce", "broadcast")):
+        expect(operator.methodcaller(f"{kind}_coalesced", given), InvalidTensorError, "tensors")
     perform("allreduce", communicator(), CallSetting())
 
 
@@ -349,8 +315,8 @@ def try_outputs_that_overlap_themselves() -> None:
     for bad in (repeated, windows) if size > 1 else (repeated,):
         for kind in ("allreduce", "reduce", "allgather", "alltoall", "scatter", "allreduce_coalesced"):
             name = next(iter(good[kind]))
-            call = {**good[kind], name: [bad] if name == "tensors" else bad}
-            expect(lambda comm, kind=kind, call=call: getattr(comm, kind)(**call), InvalidTensorError, name)
+            call = operator.methodcaller(kind, **{**good[kind], name: [bad] if name == "tensors" else bad})
+            expect(call, InvalidTensorError, name)
         assert bool((bad == 1).all())
 
 
@@ -431,9 +397,7 @@ def try_wrong_timeouts() -> None:
 def use_endless_timeouts() -> None:
     """Longer than the clocks of a transport can tell is as long as they can."""
     for timeout in (float("inf"), 1e15, timedelta.max):
-        for async_op in (False, True):
-            options = {"timeout": timeout, "async_op": async_op}
-            for kind in ("allreduce", "allgather", "barrier"):
-                perform(kind, communicator(), CallSetting(options=options))
+        for async_op, kind in itertools.product((False, True), ("allreduce", "allgather", "barrier")):
+            perform(kind, communicator(), CallSetting(options={"timeout": timeout, "async_op": async_op}))
         work = communicator().barrier(async_op=True)
         assert work.wait(timeout)

@@ -1,11 +1,8 @@
 """What pages show is true, and the Python code on them runs."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import torch.distributed as dist
 import bagua.torch_api as bagua
 from bagua.algorithms import registry
 from bagua.torch_api.algorithms import Algorithm
-from tests.architecture.rules import REPOSITORY
+from tests.launching import REPOSITORY, free_port
 
 DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
@@ -46,17 +43,11 @@ def surroundings(page: str) -> dict[str, Any]:
     """What a fragment takes from the reader's script."""
     model = torch.nn.Linear(4, 1)
     names = {
-        "torch": torch,
-        "bagua": bagua,
-        "Algorithm": Algorithm,
+        "torch": torch, "bagua": bagua, "Algorithm": Algorithm, "model": model, "folder": "checkpoint", "epoch": 1,
         "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-        "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
-        "loss_function": torch.nn.functional.mse_loss,
-        "folder": "checkpoint",
-        "epoch": 1,
-    }
+        "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3, "loss_function": torch.nn.functional.mse_loss,
+    }  # fmt: skip
     if page in ("save_and_resume", "watch_a_run"):
         bagua.init_process_group()
     if page == "save_and_resume":
@@ -67,10 +58,8 @@ def surroundings(page: str) -> dict[str, Any]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch):
     """A world of one rank that nobody has entered, and that is left behind empty."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     yield
     bagua.destroy_process_group()
@@ -109,7 +98,6 @@ def test_fragments_that_are_not_run_are_python(page):
 
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_COLUMNS = 80
-
 FENCE = re.compile(r"^( *)(`{3,})(.*)$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -146,23 +134,24 @@ def dead_links(page: Path) -> list[str]:
     return dead
 
 
-def extension(name: str, monkeypatch: pytest.MonkeyPatch):
+def extension(name: str, needs: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip(needs)
     monkeypatch.syspath_prepend(str(DOCS / "extensions"))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_code_fits_its_column(page):
+def test_code_fits_its_column_and_relative_links_lead_to_files(page):
     assert [line for line in code_lines(page.read_text(encoding="utf-8")) if len(line) > MOST_COLUMNS] == []
+    assert dead_links(page) == []
 
 
 def test_examples_that_pages_show_fit_their_column():
     texts = {path: path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").iterdir() if path.is_file()}
     assert len(texts) > 7
-    assert [
-        (path.name, line) for path, text in texts.items() for line in text.splitlines() if len(line) > MOST_COLUMNS
-    ] == []
+    lines = [(path.name, line) for path, text in texts.items() for line in text.splitlines()]
+    assert [(name, line) for name, line in lines if len(line) > MOST_COLUMNS] == []
 
 
 def test_a_wide_line_is_seen():
@@ -171,16 +160,10 @@ def test_a_wide_line_is_seen():
     assert code_lines(page) == [wide, ">>> 1"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_relative_links_lead_to_files(page):
-    assert dead_links(page) == []
-
-
 def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "## At `top`\n[a](page.md#at-top) [b](https://example.org/x) [c](#here) [d](gone.md) ![e](gone.svg)"
-    )
+    links = "[a](page.md#at-top) [b](https://example.org/x) [c](#here) [d](gone.md) ![e](gone.svg)"
+    page.write_text(f"## At `top`\n{links}")
     assert dead_links(page) == ["#here", "gone.md", "gone.svg"]
 
 
@@ -197,9 +180,8 @@ def test_readme_shows_the_difference_of_the_two_scripts():
         for name in ("spiral_one_process.py", "spiral.py")
     )
     changed = list(difflib.unified_diff(before, after, lineterm=""))[2:]
-    assert [line for line in block.splitlines() if line[:1] in ("+", "-")] == [
-        line for line in changed if line[:1] in ("+", "-")
-    ]
+    shown, made = ([line for line in lines if line[:1] in ("+", "-")] for lines in (block.splitlines(), changed))
+    assert shown == made
 
 
 @pytest.mark.parametrize("name", list(registry))
@@ -208,31 +190,26 @@ def test_every_algorithm_has_a_row_and_a_section_with_its_rule(name):
     text = "\n## ".join(page.read_text(encoding="utf-8") for page in pages)
     (section,) = re.findall(rf"^## {name}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     options = f"**Options.** {{py:class}}`bagua.algorithms.{registry.get(name).__name__}`"
-    for part in ("**Use it when**", "```{math}", options, "**Source.**"):
-        assert part in section
+    assert all(part in section for part in ("**Use it when**", "```{math}", options, "**Source.**"))
     assert re.search(rf"^\| \[`{name}`\]\(\w+\.md#{name}\) \|", (DOCS / "algorithms.md").read_text(), re.MULTILINE)
 
 
 def test_a_timeline_has_a_bar_for_each_part(monkeypatch):
-    pytest.importorskip("docutils")
-    timelines = extension("timelines", monkeypatch)
+    timelines = extension("timelines", "docutils", monkeypatch)
     picture = timelines.draw("A <step>", ["rank 0: forward 0 3, wait 3 4", "network: bucket 0 1 2.5"])
     assert picture.count("<rect") == 3
-    assert "bucket 0</text>" in picture
-    assert "A &lt;step&gt;" in picture
+    assert all(part in picture for part in ("bucket 0</text>", "A &lt;step&gt;"))
 
 
 @pytest.mark.parametrize("line", ["no colon", "rank 0: forward 3 3", "rank 0: 1 2", "rank 0: forward 1 x"])
 def test_a_lane_that_cannot_be_drawn_is_refused(line, monkeypatch):
-    pytest.importorskip("docutils")
-    timelines = extension("timelines", monkeypatch)
+    timelines = extension("timelines", "docutils", monkeypatch)
     with pytest.raises(ValueError, match=r"lane|bar|float"):
         timelines.read_lane(line)
 
 
 def test_a_formula_becomes_mathml(monkeypatch):
-    pytest.importorskip("sphinx")
-    formulas = extension("mathml", monkeypatch)
+    formulas = extension("mathml", "sphinx", monkeypatch)
     assert "<mi>x</mi>" in formulas.convert("x", block=False)
     lines = formulas.convert(r"x &= 1, \dots, 3 \\ y &= \text{10 \% of } x", block=True)
     assert lines.count("<mtr>") == 2

@@ -1,13 +1,12 @@
 """Flight records name the rank that made another call, or that did not come."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -41,37 +40,25 @@ def of_job(folder: Path) -> Path:
     return found
 
 
-def run_into_an_error(job: object, timeout_s: float = 60.0) -> None:
+def run_into_an_error(job: Callable[[], None], size: int = 3, timeout_s: float = 60.0) -> None:
     with pytest.raises(CommunicationError):
-        ThreadRanks(3, timeout_s=timeout_s).run(job, size=3)
-
-
-def make_another_call() -> None:
-    tensor = torch.ones(3)
-    bagua.comm.allreduce(tensor)
-    if bagua.comm.get_rank() == 1:
-        bagua.comm.broadcast(tensor, 0)
-    else:
-        bagua.comm.allreduce(tensor)
-
-
-def stop_one_rank() -> None:
-    tensor = torch.ones(3)
-    for _ in range(70):  # more than a record holds
-        bagua.comm.allreduce(tensor)
-    if bagua.comm.get_rank() == 2:
-        assert given_up.wait(60)
-    try:
-        bagua.comm.barrier()
-    finally:
-        given_up.set()
-
-
-given_up = threading.Event()
+        ThreadRanks(size, timeout_s=timeout_s).run(job, size=size)
 
 
 def test_ranks_that_are_late_or_without_a_record_are_named(folder):
-    given_up.clear()
+    given_up = threading.Event()
+
+    def stop_one_rank() -> None:
+        tensor = torch.ones(3)
+        for _ in range(70):  # more than a record holds
+            bagua.comm.allreduce(tensor)
+        if bagua.comm.get_rank() == 2:
+            assert given_up.wait(60)
+        try:
+            bagua.comm.barrier()
+        finally:
+            given_up.set()
+
     run_into_an_error(stop_one_rank, timeout_s=2.0)
     sentences = explain(folder)
     assert sentences[0] == "Ranks 0 and 1 came to call #71 on world, barrier(), and Rank 2 did not."
@@ -89,31 +76,28 @@ def test_calls_that_were_refused_or_that_nobody_has_waited_for_confuse_nobody(fo
     assert [(one["sequence"], one["state"]) for one in record["calls"]] == [(2, "completed"), (3, "started")]
 
 
+def make_another_call() -> None:
+    tensor = torch.ones(3)
+    bagua.comm.allreduce(tensor)
+    bagua.comm.broadcast(tensor, 0) if bagua.comm.get_rank() == 1 else bagua.comm.allreduce(tensor)
+
+
 def test_the_rank_that_makes_another_call_is_named_and_jobs_do_not_mix(folder):
     run_into_an_error(make_another_call)
     before = of_job(folder)
-    text = (before / "calls_1.txt").read_text()
-    for part in ("rank 1 of 3", "world  #2 broadcast(3 x float32, root 0)  failed", "test_flight.py"):
-        assert part in text
+    parts = ("rank 1 of 3", "world  #2 broadcast(3 x float32, root 0)  failed", "test_flight.py")
+    assert all(part in (before / "calls_1.txt").read_text() for part in parts)
     names = [f"calls_{rank}.{kind}" for rank in range(3) for kind in ("json", "txt")]
     assert sorted(path.name for path in before.iterdir()) == names
-    with pytest.raises(CommunicationError):
-        ThreadRanks(2).run(come_as_two, size=2)
+    run_into_an_error(lambda: bagua.comm.allreduce(torch.ones(5 + bagua.comm.get_rank())), size=2)
+    other = "Rank 0 does allreduce(5 x float32, sum), while Rank 1 does allreduce(6 x float32, sum)."
     sentences = explain(folder)
-    assert sentences[0] == (
-        "In call #1 on world, Rank 0 does allreduce(5 x float32, sum), while Rank 1 does allreduce(6 x float32, sum)."
-    )
+    assert sentences[0] == f"In call #1 on world, {other}"
     (latest,) = set(folder.iterdir()) - {before}
     assert sentences[-1] == f"All this is of {latest}. In {folder} there is another job: {before.name}."
     assert sum("wrote its record because" in sentence for sentence in sentences) == 2
-    assert explain(before)[0] == (
-        "In call #2 on world, Rank 1 does broadcast(3 x float32, root 0), while "
-        "Ranks 0 and 2 do allreduce(3 x float32, sum)."
-    )
-
-
-def come_as_two() -> None:
-    bagua.comm.allreduce(torch.ones(5 + bagua.comm.get_rank()))
+    other = "Rank 1 does broadcast(3 x float32, root 0), while Ranks 0 and 2 do allreduce(3 x float32, sum)."
+    assert explain(before)[0] == f"In call #2 on world, {other}"
 
 
 def calling(tmp_path: Path, rank: int = 0, calls: int = 1) -> tuple[Recorder, Statistics, FlightRecord]:
@@ -164,11 +148,9 @@ def test_threads_that_fail_at_once_leave_one_cause(tmp_path):
 
 
 def test_a_rank_that_is_dropped_takes_its_record_with_it(folder):
-    store = torch.distributed.HashStore()
-    recorder = Recorder()
-    place = Place("world", "threads", 0, (0, 1))
+    recorder, place = Recorder(), Place("world", "threads", 0, (0, 1))
     for observer in bagua.comm.observers:
-        observer.started(recorder, place, bagua.comm.Beats(store, 0))
+        observer.started(recorder, place, bagua.comm.Beats(torch.distributed.HashStore(), 0))
     dropped = weakref.ref(recorder)
     del recorder
     gc.collect()
@@ -188,20 +170,16 @@ def test_a_record_from_before_says_nothing_of_later_calls(tmp_path):
         recorder, statistics, flight = calling(tmp_path, rank, calls)
         statistics.recent[0].ended = recorder.clock()
         flight.fail(CommunicationError(f"of rank {rank}"))
-    assert explain(tmp_path)[0] == ("Rank 0 came to call #2 on world, barrier(). Rank 1 had written its record before.")
+    assert explain(tmp_path)[0] == "Rank 0 came to call #2 on world, barrier(). Rank 1 had written its record before."
 
 
 def test_a_rank_that_signs_with_the_number_of_an_earlier_epoch_is_told_all_the_same(tmp_path):
     """It was member 4 of the epoch in which its record began, and is member 1 of two now."""
-    recorder = Recorder()
-    statistics = Statistics(Place("islands", "gloo", 1, (0, 1)), recorder)
-    begin_barrier(statistics, 7)
-    earlier = Place("islands", "gloo", 2, (0, 1, 4))
+    recorder, earlier = Recorder(), Place("islands", "gloo", 2, (0, 1, 4))
+    begin_barrier(Statistics(Place("islands", "gloo", 1, (0, 1)), recorder), 7)
     FlightRecord(recorder, earlier, str(tmp_path), listens=False).write("a test")
-    assert (
-        explain(tmp_path)[0]
-        == "Ranks 0 and 1 have written no record: killed, stopped, or still busy with something else."
-    )
+    told = "Ranks 0 and 1 have written no record: killed, stopped, or still busy with something else."
+    assert explain(tmp_path)[0] == told
 
 
 def test_a_job_without_errors_leaves_nothing(folder):

@@ -1,7 +1,5 @@
 """Beats of a running job, and the table that ``bagua top`` makes of them."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket
@@ -9,17 +7,21 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
 import bagua.comm
+from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.cli import main, top
 from bagua.comm.store.asking import Beats
 from bagua.comm.store.serving import connect_store, serve_store
 from bagua.observe import watch as watch_module
 from bagua.testing import ThreadRanks
+from tests.contract.algorithms import train
 from tests.harness import until
 
 
@@ -30,17 +32,9 @@ def beat(**facts: object) -> dict[str, object]:
     return {**plain, **sums, **made, "gauges": {}, **facts}
 
 
-class Gone(HashStore):
-    """A store that has ended."""
-
-    def set(self, *_: object) -> None:
-        raise RuntimeError("gone")
-
-    def check(self, *_: object) -> bool:
-        raise RuntimeError("gone")
-
-    def clone(self) -> Gone:
-        return self
+def gone(*_: object) -> bool:
+    """What a store answers that has ended."""
+    raise RuntimeError("gone")
 
 
 def test_a_row_shows_shares_of_the_time_between_two_looks():
@@ -65,20 +59,11 @@ def test_a_look_that_finds_nothing_new_shows_the_last_news():
 
 def test_a_store_that_never_answers_is_given_up():
     answers = threading.Event()
-
-    class Stopped(HashStore):
-        def check(self, *_: object) -> bool:
-            answers.wait()
-            return False
-
-        def clone(self) -> Stopped:
-            return self
-
     with pytest.raises(TimeoutError, match="no answer within"):
-        Beats(Stopped(), -1).read_within(0.01)
+        Beats(SimpleNamespace(check=lambda _: not answers.wait()), -1).read_within(0.01)
     answers.set()
     with pytest.raises(RuntimeError, match="gone"):
-        Beats(Gone(), -1).read_within(60.0)
+        Beats(SimpleNamespace(check=gone), -1).read_within(60.0)
 
 
 def test_an_address_may_be_of_ipv6(capsys):
@@ -87,8 +72,8 @@ def test_an_address_may_be_of_ipv6(capsys):
             free.bind(("::1", 0))
         except OSError:
             pytest.skip("no IPv6 here")
-        port = free.getsockname()[1]  # Nobody listens there.
-        assert main.main(["top", f"[::1]:{port}", "--once"]) == 1
+        # Nobody listens there.
+        assert main.main(["top", f"[::1]:{free.getsockname()[1]}", "--once"]) == 1
     assert "Connection refused" in capsys.readouterr().err
 
 
@@ -107,8 +92,7 @@ def test_late_and_silent_ranks_are_marked():
     rows = top.rows_of(now, {}, wall_s=1000.0)
     assert rows[1][2] == "100 s ago !"
     assert [row[9] for row in rows] == ["", "late", ""]
-    assert rows[2][0] == "2"
-    assert rows[2][-1] == "has said nothing yet"
+    assert (rows[2][0], rows[2][-1]) == ("2", "has said nothing yet")
     assert top.plain_table(rows).splitlines()[0].startswith("rank  host")
 
 
@@ -125,17 +109,14 @@ def test_a_terminal_shows_the_names_of_groups_as_they_are():
     calls = ["[red]shards[/red] #1 barrier()", "a[/b] #2 barrier()"]
     rows = top.rows_of({rank: beat(call=call) for rank, call in enumerate(calls)}, {}, wall_s=1000.0)
     console.print(top.rich_table(rows))
-    shown = console.export_text()
-    assert all(call in shown for call in calls)
+    assert all(call in console.export_text(clear=False) for call in calls)
 
 
 def test_what_an_earlier_job_left_in_the_store_is_not_shown():
     left = {1: beat(job="a", at=900.0, waits={"0": 9.0})}
     rows = top.rows_of({0: beat(job="b"), **left}, {}, wall_s=1000.0)
-    assert [(row[0], row[9], row[-1]) for row in rows] == [
-        ("0", "", "world #9 barrier()"),
-        ("1", "", "has said nothing yet"),
-    ]
+    shown = [("0", "", "world #9 barrier()"), ("1", "", "has said nothing yet")]
+    assert [(row[0], row[9], row[-1]) for row in rows] == shown
 
 
 def test_a_second_job_of_one_process_counts_from_its_beginning():
@@ -150,9 +131,7 @@ def test_a_job_is_found_through_its_store(token, capsys, monkeypatch, port):
     for rank in range(2):
         Beats(PrefixStore("bagua/3", PrefixStore("torch", connect_store(port, 10.0))), rank).post_now(beat())
     assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert "world #9 barrier()" in lines[1]
+    assert "world #9 barrier()" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
@@ -184,10 +163,8 @@ def test_ranks_post_beats_while_they_call(monkeypatch):
     monkeypatch.setattr(watch_module, "BEAT_S", 0.0)
 
     def job() -> int:
-        watch = watch_module._watches.of.get(bagua.comm.get_default_group().recorder)
-        assert watch is not None
-        until = time.monotonic() + 60
-        tensor = torch.zeros(1)
+        watch = watch_module._watches.of[bagua.comm.get_default_group().recorder]
+        until, tensor = time.monotonic() + 60, torch.zeros(1)
         # All go on until all have heard of each other.
         while tensor.item() < 2 and time.monotonic() < until:
             tensor.fill_(float(len(watch.others) == 1))
@@ -199,43 +176,33 @@ def test_ranks_post_beats_while_they_call(monkeypatch):
 
 
 def test_steps_of_a_model_are_counted():
-    def train() -> tuple[int, int] | None:
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = bagua.with_bagua(model, optimizer, "gradient_allreduce")
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+    def job() -> tuple[int, int] | None:
+        train(GradientAllReduceAlgorithm(), range(3))
         return bagua.comm.get_default_group().recorder.steps
 
-    assert ThreadRanks(2).run(train, size=2) == [(3, 3), (3, 3)]
+    assert ThreadRanks(2).run(job, size=2) == [(3, 3), (3, 3)]
 
 
 def test_a_beat_that_cannot_arrive_disturbs_nobody():
-    beats = Beats(Gone(), 0)
+    beats = Beats(SimpleNamespace(set=gone), 0)
     beats.post(beat(), lambda: None)
     until(lambda: not beats._busy)
 
 
-def test_beats_go_on_when_threads_can_start_again(monkeypatch):
-    store = HashStore()
-    beats, arrived = Beats(store, 0), threading.Event()
-    with monkeypatch.context() as without:
-        without.setattr("threading.Thread.start", _no_thread)
+def test_beats_go_on_when_threads_can_start_again():
+    store, arrived = HashStore(), threading.Event()
+    beats = Beats(store, 0)
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")) as start:
         beats.post(beat(), arrived.set)
+    assert start.called
     assert Beats(store, -1).read() == {}
     beats.post(beat(), arrived.set)
     assert arrived.wait(60)
 
 
-def _no_thread(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 def test_silent_ranks_are_not_alive():
-    recorder = bagua.comm.Recorder()
     place = bagua.comm.Place("world", "threads", 0, (0, 1, 2))
-    watch = watch_module.RankWatch(recorder, place, Beats(HashStore(), 0))
+    watch = watch_module.RankWatch(bagua.comm.Recorder(), place, Beats(HashStore(), 0))
     assert watch.alive(0.0) == 3
     watch._heard = {1: 0.0, 2: 50.0}
     assert watch.alive(55.0) == 2

@@ -1,7 +1,5 @@
 """What programs do with the names of ``torch.distributed``, in ``bagua.distributed`` and in torch; wrong forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,7 +15,7 @@ from bagua.comm import torch_forms as lists
 from bagua.comm.startup.adoption import communicator_of
 from bagua.distributed import collectives, point_to_point
 from tests.contract.exercises import CallSetting, Exercise, several, started
-from tests.programs.mutants import Mutant, around, patched
+from tests.programs.mutants import Finished, Mutant, around, patched
 from tests.programs.native import Place, assert_same_object, own_object
 from tests.versions import renamed
 
@@ -140,11 +138,8 @@ def _reduce_scatter_single(p: Place, s: CallSetting) -> Exercise:
 
 def _uneven(p: Place, s: CallSetting, source: int) -> list[torch.Tensor]:
     """What ``source`` has for each rank, in rows of two: 0 to 3 of them."""
-    counts = [(source + 2 * target + s.seed) % 4 for target in range(p.size)]
-    return [
-        replace(s, shape=(count, 2), seed=s.seed + 100 * (1 + target)).own(source)
-        for target, count in enumerate(counts)
-    ]
+    shapes = [((source + 2 * target + s.seed) % 4, 2) for target in range(p.size)]
+    return [replace(s, shape=one, seed=s.seed + 100 * target).own(source) for target, one in enumerate(shapes, start=1)]
 
 
 def _all_to_all(p: Place, s: CallSetting) -> Exercise:
@@ -254,28 +249,16 @@ def _messages_of_objects(p: Place, s: CallSetting) -> Exercise:
 
 #: Every kind of call with torch's names; ``barrier`` has an exercise of its own in programs.
 MIRROR: dict[str, Begin] = {
-    "all_reduce": _all_reduce,
-    "all_reduce_coalesced": _all_reduce_coalesced,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "all_to_all_single_uneven": _all_to_all_single_uneven,
-    "messages": lambda p, s: _line(p, s, (0, 0)),
-    "messages_with_tags": lambda p, s: _line(p, s, (7, 3)),
-    "batch_isend_irecv": _batch,
-    "all_gather_object": _all_gather_object,
-    "broadcast_object_list": _broadcast_object_list,
-    "gather_object": _gather_object,
-    "scatter_object_list": _scatter_object_list,
+    "all_reduce": _all_reduce, "all_reduce_coalesced": _all_reduce_coalesced, "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter, "reduce_scatter_single": _reduce_scatter_single, "broadcast": _broadcast,
+    "all_gather": _all_gather, "all_gather_single": _all_gather_single, "gather": _gather, "scatter": _scatter,
+    "all_to_all": _all_to_all, "all_to_all_single": _all_to_all_single,
+    "all_to_all_single_uneven": _all_to_all_single_uneven, "messages": lambda p, s: _line(p, s, (0, 0)),
+    "messages_with_tags": lambda p, s: _line(p, s, (7, 3)), "batch_isend_irecv": _batch,
+    "all_gather_object": _all_gather_object, "broadcast_object_list": _broadcast_object_list,
+    "gather_object": _gather_object, "scatter_object_list": _scatter_object_list,
     "messages_of_objects": _messages_of_objects,
-}
+}  # fmt: skip
 REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")
 
 
@@ -289,38 +272,28 @@ def _everywhere(name: str, value: Any) -> Mutant:
     return apply
 
 
-def _always_adds(name: str) -> Mutant:
-    place = {"all_reduce": 1, "all_reduce_coalesced": 1, "reduce": -1}.get(name, 2)
-
-    def add(true: Any, *arguments: Any, **options: Any) -> Any:
-        if "op" in options:
-            options["op"] = ReduceOp.SUM
-        else:
-            arguments = (*arguments[:place], ReduceOp.SUM, *arguments[place + 1 :])
-        return true(*arguments, **options)
-
-    return around(dist, name, add)
-
-
-def _among_all(name: str, place: int | None) -> Mutant:
-    """The group is left out; ``place`` says where it stands among the arguments, if it has no name."""
+def _passes(module: Any, name: str, place: int, change: Callable[[Any], Any], key: str = "") -> Mutant:
+    """Another argument is passed: of the name ``key``, or else at this place."""
 
     def call(true: Any, *arguments: Any, **options: Any) -> Any:
-        if place is None:
-            return true(*arguments, **{**options, "group": None})
-        return true(*arguments[:place], None, *arguments[place + 1 :], **options)
+        if key in options:
+            return true(*arguments, **{**options, key: change(options[key])})
+        return true(*arguments[:place], change(arguments[place]), *arguments[place + 1 :], **options)
 
-    return around(dist, name, call)
+    return around(module, name, call)
+
+
+def _always_adds(name: str) -> Mutant:
+    return _passes(dist, name, 1 if name.startswith("all_reduce") else 2, lambda _: ReduceOp.SUM, "op")
+
+
+def _among_all(name: str, place: int) -> Mutant:
+    return _passes(dist, name, place, lambda _: None, "group")
 
 
 def _backwards(name: str, place: int) -> Mutant:
     """A list of one tensor for each rank is taken from its end."""
-
-    def call(true: Any, *arguments: Any, **options: Any) -> Any:
-        turned = arguments[place][::-1] if arguments[place] else arguments[place]
-        return true(*arguments[:place], turned, *arguments[place + 1 :], **options)
-
-    return around(comm, name, call)
+    return _passes(comm, name, place, lambda found: found and found[::-1])
 
 
 def _turns(place: Any, name: str, argument: int) -> Mutant:
@@ -366,13 +339,9 @@ def _as_the_group_counts(name: str) -> Mutant:
     return around(dist, name, call)
 
 
-def _one_tag(true: Any, mail: Any, tensor: Any, other: Any, tag: int) -> Any:
-    return true(mail, tensor, other, 1)
-
-
 def _all_one_tag(patch: pytest.MonkeyPatch) -> None:
-    around(lists.Mail, "send", _one_tag)(patch)
-    around(lists.Mail, "receive", _one_tag)(patch)
+    for name in ("send", "receive"):
+        around(lists.Mail, name, lambda true, mail, tensor, other, tag: true(mail, tensor, other, 1))(patch)
 
 
 def _waits_and_returns_none(true: Any, communicator: Any, work: Any, outputs: Any, **options: Any) -> Any:
@@ -392,11 +361,6 @@ def _forgets_lists(true: Any, work: Any, finish: Callable[[], None]) -> Any:
     if work is None:
         finish()
     return work
-
-
-class _Nothing:
-    def wait(self) -> bool:
-        return True
 
 
 def _default_for_others(group: Any) -> Any:
@@ -426,9 +390,9 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "all_reduce is among all": _among_all("all_reduce", 2),
     "all_gather is among all": _among_all("all_gather", 2),
     "all_to_all is among all": _among_all("all_to_all", 2),
-    "broadcast is among all": _among_all("broadcast", None),
+    "broadcast is among all": _among_all("broadcast", 2),
     "barrier is among all": _among_all("barrier", 0),
-    "barrier does not wait": patched(dist, "barrier", lambda group, async_op: _Nothing() if async_op else None),
+    "barrier does not wait": patched(dist, "barrier", lambda group, async_op: Finished(None) if async_op else None),
     "all_gather fills its list backwards": _backwards("allgather_tensors", 1),
     "gather fills its list backwards": _backwards("gather_tensors", 2),
     "scatter takes its list backwards": _backwards("scatter_tensors", 2),

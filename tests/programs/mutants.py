@@ -1,8 +1,7 @@
 """Wrong collectives: a copy of the transport of threads, or of what stands above it, with one mistake each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -54,22 +53,21 @@ def starts(start: Callable[..., Handle]) -> Mutant:
 
 
 def _asks(change: Callable[[Any, Call, Any, Any], Request | None]) -> Mutant:
-    """Something else is asked for."""
     return starts(lambda t, call, source, target, true: true(*(change(t, call, source, target) or (call, source, target))))  # fmt: skip  # noqa: E501
 
 
 def _reduces(old: str, new: str, when: Callable[[Any, Call], bool] = lambda t, call: True) -> Mutant:
-    """Another reduction is done."""
-
     def change(t: Any, call: Call, source: Any, target: Any) -> Request | None:
         return (call._replace(reduction=new), source, target) if call.reduction == old and when(t, call) else None
 
     return _asks(change)
 
 
-def spoils(kind: str, spoil: Callable[[Any, Call, Tensor], None], when: Callable[[Any], bool] | None = None) -> Mutant:
-    """The result is changed afterwards."""
+def _becomes(kind: str, change: Callable[[Call], Call]) -> Mutant:
+    return _asks(lambda t, call, source, target: (change(call), source, target) if call.kind == kind else None)
 
+
+def spoils(kind: str, spoil: Callable[[Any, Call, Tensor], None], when: Callable[[Any], bool] | None = None) -> Mutant:
     def start(t: Any, call: Call, source: Any, target: Any, true: Callable[..., Handle]) -> Handle:
         handle = true(call, source, target)
         if call.kind != kind or target is None or not target.numel() or not (when is None or when(t)):
@@ -87,7 +85,6 @@ def _in_inference_mode(change: Callable[[], None], target: Tensor) -> None:
 
 
 def skips(when: Callable[[Any, Call], bool]) -> Mutant:
-    """Nothing is done."""
     return starts(lambda t, call, source, target, true: DONE if when(t, call) else true(call, source, target))
 
 
@@ -103,8 +100,6 @@ def _sends(kind: str, change: Callable[[Any, Tensor], Tensor], when: Callable[[A
 
 
 def _root(kind: str, root: Callable[[Any, Call], int]) -> Mutant:
-    """Another rank is the root."""
-
     def change(t: Any, call: Call, source: Any, target: Any) -> Request | None:
         if call.kind != kind:
             return None
@@ -116,6 +111,10 @@ def _root(kind: str, root: Callable[[Any, Call], int]) -> Mutant:
 
 def _in_group(t: Any) -> bool:
     return "/group" in t.membership.label
+
+
+def _next_in_group(t: Any, call: Call) -> int:
+    return (call.root + 1) % t.size if _in_group(t) else call.root
 
 
 def patched(place: Any, name: str, value: Any) -> Mutant:
@@ -201,28 +200,24 @@ def _swap_equal_pieces(true: Any, outputs: Any, pieces: Any) -> None:
     true([outputs[number] for number in equal], [pieces[number] for number in order])
 
 
-def _bytes_of_bool(**others: str) -> Mutant:
-    def mutate(patch: pytest.MonkeyPatch) -> None:
-        for name, other in others.items():
-            patch.setitem(operands.BOOL_AS_BYTES, name, other)
-
-    return mutate
+def _bytes_of_bool(name: str, other: str) -> Mutant:
+    return lambda patch: patch.setitem(operands.BOOL_AS_BYTES, name, other)
 
 
 def _reversed_list(true: Any, *arguments: Any, **options: Any) -> Any:
     found = true(*arguments, **{**options, "async_op": False})
-    return _Finished(found[::-1] if found else found) if options.get("async_op") else found and found[::-1]
+    return Finished(found[::-1] if found else found) if options.get("async_op") else found and found[::-1]
 
 
-class _Finished:
-    def __init__(self, found: Any) -> None:
-        self._found = found
+@dataclass
+class Finished:
+    found: Any
 
     def wait(self) -> bool:
         return True
 
     def result(self) -> Any:
-        return self._found
+        return self.found
 
 
 class _NeverWaits(Handle):
@@ -267,31 +262,21 @@ MUTANTS: dict[str, Mutant] = {
     "or is exclusive": _reduces("bor", "bxor"),
     "exclusive or is not exclusive": _reduces("bxor", "bor"),
     "exclusive or of bool is or": _reduces("bxor", "max", lambda t, call: call.dtype is torch.bool),
-    "sum of bool is exclusive": _bytes_of_bool(sum="bxor"),
-    "product of bool is or": _bytes_of_bool(product="max"),
-    "and of bool is or": _bytes_of_bool(band="max"),
-    "minimum of bool is the maximum": _bytes_of_bool(min="max"),
+    "sum of bool is exclusive": _bytes_of_bool("sum", "bxor"),
+    "product of bool is or": _bytes_of_bool("product", "max"),
+    "and of bool is or": _bytes_of_bool("band", "max"),
+    "minimum of bool is the maximum": _bytes_of_bool("min", "max"),
     "minimum of reduce_scatter is the maximum": _reduces("min", "max", lambda t, call: call.kind == "reduce_scatter"),
     "product of reduce is the sum": _reduces("product", "sum", lambda t, call: call.kind == "reduce"),
     "16-bit floats are added in 16 bits": patched(reduction, "wide_dtype", lambda dtype, name: dtype),
     "integers saturate": _by_gathering(_saturating, lambda call: call.dtype in (torch.int8, torch.int16)),
-    "bytes have a sign": _by_gathering(
-        _as_signed, lambda call: call.dtype is torch.uint8 and call.reduction in ("min", "max")
-    ),
+    "bytes have a sign": _by_gathering(_as_signed, lambda c: c.dtype is torch.uint8 and c.reduction in ("min", "max")),
     "each rank adds from itself on": _by_gathering(_from_own_rank, lambda call: call.nbytes <= SMALL_BYTES),
-    "reduce writes everywhere": _asks(
-        lambda t, call, source, target: (
-            (call._replace(kind="allreduce", root=-1), source, target) if call.kind == "reduce" else None
-        )
-    ),
-    "reduce to another rank in a group": _root(
-        "reduce", lambda t, call: (call.root + 1) % t.size if _in_group(t) else call.root
-    ),
+    "reduce writes everywhere": _becomes("reduce", lambda call: call._replace(kind="allreduce", root=-1)),
+    "reduce to another rank in a group": _root("reduce", _next_in_group),
     "reduce to a global rank": _root("reduce", lambda t, call: t.membership.ranks[call.root] % t.size),
     "broadcast is always from 0": _root("broadcast", lambda t, call: 0),
-    "broadcast from another rank in a group": _root(
-        "broadcast", lambda t, call: (call.root + 1) % t.size if _in_group(t) else call.root
-    ),
+    "broadcast from another rank in a group": _root("broadcast", _next_in_group),
     "gather is reversed": spoils("gather", _reverse_rows),
     "gather is reversed in a group": spoils("gather", _reverse_rows, _in_group),
     "allgather is reversed in a group": spoils("allgather", _reverse_rows, _in_group),
@@ -305,11 +290,7 @@ MUTANTS: dict[str, Mutant] = {
     "scatter is shifted in a group": _sends("scatter", lambda t, rows: rows.roll(1, 0), _in_group),
     "reduce_scatter gives others' slices": _sends("reduce_scatter", lambda t, rows: rows.flip(0)),
     "reduce_scatter gives others' slices in a group": _sends("reduce_scatter", lambda t, rows: rows.flip(0), _in_group),
-    "sendrecv goes around the other way": _asks(
-        lambda t, call, source, target: (
-            (call._replace(root=call.source, source=call.root), source, target) if call.kind == "sendrecv" else None
-        )
-    ),
+    "sendrecv goes around the other way": _becomes("sendrecv", lambda c: c._replace(root=c.source, source=c.root)),
     "a message loses its end": spoils("recv", lambda t, call, target: target[-1:].view(torch.uint8).bitwise_not_()),
     "a large allreduce loses its end": spoils("allreduce", _lose_end),
     "an allreduce of one element is left out": skips(lambda t, call: call.kind == "allreduce" and call.numel == 1),
@@ -338,9 +319,7 @@ MUTANTS: dict[str, Mutant] = {
         Communicator, "broadcast_object", lambda true, self, obj=None, root=0, **o: true(self, obj or [], 0, **o)
     ),
     "objects are scattered backwards": around(
-        Communicator,
-        "scatter_object",
-        lambda true, self, objs=None, root=0, **o: true(self, objs and objs[::-1], root, **o),
+        Communicator, "scatter_object", lambda true, c, objs=None, root=0, **o: true(c, objs and objs[::-1], root, **o)
     ),
     "tuples arrive as lists": around(composed, "decode", _tuples_as_lists),
     "members are numbered backwards": patched(group, "sorted", lambda ranks: sorted(ranks)[::-1]),

@@ -1,7 +1,5 @@
 """Where a call of a program is made, and what programs do with the methods of a communicator."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -20,27 +18,16 @@ Description = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """A group, as one of its members sees it, or a rank that is not a member.
+    """A group, as one of its members sees it, or a rank that is not a member."""
 
-    Attributes:
-        dist: the module with torch's names through which calls are made.
-        group: what is passed there as ``group``.
-        communicator: on which bagua's methods are called; None for groups of torch.
-        ranks: global ranks of the members.
-        rank: of this process among them; an outsider does as if it were the first.
-        outside: whether this process is no member.
-        device_types: on which tensors may be.
-        spoils: whether ``reduce`` changes the tensors of all ranks, as it does on Gloo of torch.
-    """
-
-    dist: ModuleType
-    group: Any
-    communicator: Any
-    ranks: tuple[int, ...]
-    rank: int
-    outside: bool
-    device_types: frozenset[str] = frozenset({"cpu"})
-    spoils: bool = False
+    dist: ModuleType  # with torch's names, through which calls are made
+    group: Any  # what is passed there as ``group``
+    communicator: Any  # on which bagua's methods are called; None for groups of torch
+    ranks: tuple[int, ...]  # global ranks of the members
+    rank: int  # of this process among them; an outsider does as if it were the first
+    outside: bool  # this process is no member
+    device_types: frozenset[str] = frozenset({"cpu"})  # on which tensors may be
+    spoils: bool = False  # ``reduce`` changes the tensors of all ranks, as it does on Gloo of torch
 
     @property
     def size(self) -> int:
@@ -116,19 +103,14 @@ def _objects(kind: str) -> Begin:
 
     def begin(comm: Communicator, s: CallSetting) -> Exercise:
         everyone = [own_object(s, rank) for rank in range(comm.size)]
-        at_root = comm.rank == s.root
-        if kind == "broadcast_object":
-            found, expected = comm.broadcast_object(everyone[comm.rank], s.root, **s.options), everyone[s.root]
-        elif kind == "allgather_object":
-            found, expected = comm.allgather_object(everyone[comm.rank], **s.options), everyone
-        elif kind == "gather_object":
-            found, expected = comm.gather_object(everyone[comm.rank], s.root, **s.options), everyone
-        else:
-            found, expected = comm.scatter_object(everyone if at_root else None, s.root, **s.options), everyone
-            expected = everyone[comm.rank]
-        if kind == "gather_object" and not at_root:
-            expected = None
-        return _of_objects(found, expected, kind, s)
+        mine, at_root = everyone[comm.rank], everyone if comm.rank == s.root else None
+        arguments, expected = {
+            "broadcast_object": ((mine, s.root), everyone[s.root]),
+            "allgather_object": ((mine,), everyone),
+            "gather_object": ((mine, s.root), at_root),
+            "scatter_object": ((at_root, s.root), mine),
+        }[kind]
+        return _of_objects(getattr(comm, kind)(*arguments, **s.options), expected, kind, s)
 
     return begin
 
@@ -168,20 +150,16 @@ def _overlapping(comm: Communicator, s: CallSetting) -> Exercise:
     output, tensor = mine[output_at : output_at + into], mine[input_at : input_at + outof]
     before, after = (rank - 1) % size, (rank + 1) % size
     ranks = {"sendrecv": (before, after), "gather": (s.root,), "scatter": (s.root,)}.get(kind, ())
-    given = (
-        None if kind == "gather" and rank != s.root else output,
-        None if kind == "scatter" and rank != s.root else tensor,
-    )
-    work = getattr(comm, kind)(*given, *ranks, **s.options)
+    written = None if kind == "gather" and rank != s.root else output
+    read = None if kind == "scatter" and rank != s.root else tensor
+    work = getattr(comm, kind)(written, read, *ranks, **s.options)
     own = slice(rank * share, (rank + 1) * share)
 
     def check() -> None:
         expected = buffers[rank].clone()
         result = expected[output_at : output_at + into]
-        if kind == "allgather" or (kind == "gather" and rank == s.root):
-            result.copy_(torch.cat(inputs))
-        elif kind == "gather":
-            pass
+        if kind in ("allgather", "gather"):
+            result.copy_(result if written is None else torch.cat(inputs))
         elif kind == "scatter":
             result.copy_(inputs[s.root][own])
         elif kind == "alltoall":
@@ -202,11 +180,10 @@ def _plain(begin: Begin) -> Begin:
     return lambda comm, s: begin(comm, replace(s, present=plain.present, op=plain.op))
 
 
-OBJECTS = ("broadcast_object", "allgather_object", "gather_object", "scatter_object")
 #: Every kind of call of a communicator; ``barrier`` has an exercise of its own in programs.
 NATIVE: dict[str, Begin] = {
     **{kind: begin for kind, begin in EXERCISES.items() if kind != "barrier"},
-    **{kind: _objects(kind) for kind in OBJECTS},
+    **{kind: _objects(kind) for kind in ("broadcast_object", "allgather_object", "gather_object", "scatter_object")},
     "messages_of_objects": _messages_of_objects,
     "overlapping": _plain(_overlapping),
 }

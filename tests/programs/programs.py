@@ -2,10 +2,8 @@
 
 A program says how many ranks there are and on which hosts, which groups they make, and which calls
 each rank makes on them, in one order. ``deal`` draws one by asking for one option after the other, so
-hypothesis can answer (and shrink), or decks of cards that leave nothing out (``Decks``).
+hypothesis can answer (and shrink), or decks of cards that leave nothing out (``decks``).
 """
-
-from __future__ import annotations
 
 import hashlib
 import itertools
@@ -51,38 +49,23 @@ _LATE_S = 0.002
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
+    """One call."""
 
-    Attributes:
-        face: through which names.
-        kind: one of ``KINDS``.
-        place: number of the group.
-        setting: on what, and how; ``root`` counts modulo the size of the group.
-        late: rank in the group, modulo its size, that comes late; None if nobody does.
-    """
-
-    face: Face
-    kind: str
-    place: int
-    setting: CallSetting
-    late: int | None = None
+    face: Face  # through which names
+    kind: str  # one of ``KINDS``
+    place: int  # number of the group
+    setting: CallSetting  # on what, and how; ``root`` counts modulo the size of the group
+    late: int | None = None  # rank in the group, modulo its size, that comes late; None if nobody does
 
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do.
+    """What all ranks do."""
 
-    Attributes:
-        hosts: number of ranks on each host.
-        places: the groups.
-        steps: the calls.
-        order: in which the asynchronous ones are waited for.
-    """
-
-    hosts: tuple[int, ...]
-    places: tuple[Description, ...]
+    hosts: tuple[int, ...]  # number of ranks on each
+    places: tuple[Description, ...]  # the groups
     steps: tuple[Step, ...]
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # in which the asynchronous ones are waited for
 
     @property
     def size(self) -> int:
@@ -96,36 +79,25 @@ class Program:
         return {"some": len(ranks), "between": len(self.hosts)}.get(kind, self.size)
 
 
-class Decks:
-    """Answers questions so that, for each of them, all options come before one comes again.
+def decks(seed: int) -> Choose[Any]:
+    """Answers questions so that, for each of them, all options come before one comes again."""
+    order = random.Random(seed)
+    left: dict[str, list[Any]] = {}
 
-    Args:
-        seed: of the order.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._decks: dict[str, list[Any]] = {}
-
-    def __call__(self, name: str, options: Sequence[T]) -> T:
-        deck = self._decks.setdefault(name, [])
+    def choose(name: str, options: Sequence[T]) -> T:
+        deck = left.setdefault(name, [])
         if not deck:
             deck += options
-            self._random.shuffle(deck)
+            order.shuffle(deck)
         return deck.pop()
+
+    return choose
 
 
 def deal(
     choose: Choose, faces: Sequence[Face], sizes: Sequence[int] = (1, 2, 2, 3, 3, 4, 5), hosts: Any = HOSTS
 ) -> Program:
-    """Draw a program.
-
-    Args:
-        choose: gives one of several options; the first argument names the question.
-        faces: through which names calls are made.
-        sizes: numbers of ranks.
-        hosts: layouts to choose from, by number of ranks.
-    """
+    """Draw a program: ``choose`` gives one of several options for a question; ``hosts`` are layouts by size."""
     layout = choose("hosts", hosts[choose("size", sizes)])
     size = sum(layout)
     places: list[Description] = [("world", ())]
@@ -158,14 +130,9 @@ def _step(choose: Choose, program: Program, face: Face) -> Step:
         pairs = [pair for pair in PAIRS if face != "torch" or not (pair[1].is_complex and "PRODUCT" in str(pair[0]))]
         op, dtype = choose(f"pair {face} {several}", pairs)
     setting = CallSetting(
-        shape=choose("shape", SHAPES),
-        dtype=dtype,
-        op=op,
-        root=choose("root", range(5)),
-        seed=choose("seed", range(100)),
-        present=_layout(choose, face, kind, dtype),
-        options={"async_op": True} if choose("asynchronous", (False, True)) else {},
-    )
+        choose("shape", SHAPES), dtype, op, choose("root", range(5)), choose("seed", range(100)),
+        _layout(choose, face, kind, dtype), {"async_op": True} if choose("asynchronous", (False, True)) else {},
+    )  # fmt: skip
     return Step(face, kind, place, setting, choose("late", (None, None, 0, 1, 2, None)))
 
 
@@ -184,20 +151,15 @@ def run_programs(programs: Sequence[Program], rounds_once: bool) -> list[dict[st
     """Run programs on ranks of bagua, one after the other; see ``_Run.finish`` for what it returns."""
     made = {program.places for program in programs}
     places = {descriptions: places_of_bagua(descriptions) for descriptions in sorted(made)}
-    return [
-        _Run(program, places[program.places], bagua.comm.get_default_group().store, f"program {number}").finish(
-            rounds_once
-        )
-        for number, program in enumerate(programs)
-    ]
+    store = bagua.comm.get_default_group().store
+    runs = [_Run(one, places[one.places], store, f"program {number}") for number, one in enumerate(programs)]
+    return [run.finish(rounds_once) for run in runs]
 
 
 def run_programs_in_torch(programs: Sequence[Program], dist: Any, store: Any, rounds_once: bool) -> list[Any]:
     """The same through ``torch.distributed``, whose ranks have met at ``store``."""
-    return [
-        _Run(program, places_of_torch(dist, program.places), store, f"program {number}").finish(rounds_once)
-        for number, program in enumerate(programs)
-    ]
+    runs = (_Run(one, places_of_torch(dist, one.places), store, f"program {n}") for n, one in enumerate(programs))
+    return [run.finish(rounds_once) for run in runs]
 
 
 class _Run:
@@ -207,11 +169,7 @@ class _Run:
         self._program, self._places, self._store, self._name = program, places, store, name
 
     def finish(self, rounds_once: bool) -> dict[str, str]:
-        """Make all calls, wait for them, check what they give.
-
-        Returns:
-            A digest of each result that must be equal on all members of a group.
-        """
+        """Make all calls, wait for them, check what they give. Digests of what must be equal on all members."""
         steps = self._program.steps
         started = [self._begin(number, step, rounds_once) for number, step in enumerate(steps)]
         for number in self._program.order:

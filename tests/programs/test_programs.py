@@ -1,7 +1,5 @@
 """Random programs of calls, on every transport and through torch's names, against what plain tensors and Gloo give."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import replace
@@ -20,19 +18,10 @@ from bagua.comm.transports import hybrid
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import nodes_of, this_rank
 from tests.contract.exercises import as_it_is
+from tests.programs import programs as drawing
 from tests.programs.mirror import MIRROR_MUTANTS
 from tests.programs.mutants import MUTANTS
-from tests.programs.programs import (
-    HOSTS,
-    KINDS,
-    REDUCING,
-    Decks,
-    assert_members_agree,
-    deal,
-    drawn_pairs,
-    run_programs,
-    run_programs_in_torch,
-)
+from tests.programs.programs import HOSTS, KINDS, REDUCING, assert_members_agree, deal, drawn_pairs, run_programs
 from tests.versions import TORCH, nccl_ranks, needs
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -43,19 +32,20 @@ OURS = ("native", "mirror")
 
 def dealt(count, faces=OURS, **options):
     """Programs that leave nothing out."""
-    choose = Decks(SEED)
+    choose = drawing.decks(SEED)
     return [deal(choose, faces, **options) for _ in range(count * 8 if THOROUGH else count)]
 
 
 EVERYDAY = dealt(120)
 
 
-def by_layout(programs):
-    """Programs that can run on the same ranks, one after the other."""
+def run_on(pool, programs, rounds_once, run=run_programs):
+    """Run programs that can run on the same ranks one after the other."""
     layouts = {}
     for program in programs:
         layouts.setdefault(program.hosts, []).append(program)
-    return layouts.items()
+    for hosts, alike in layouts.items():
+        assert_members_agree(pool.run(run, alike, rounds_once, hosts=hosts))
 
 
 def test_programs_leave_nothing_out():
@@ -77,26 +67,24 @@ def test_programs_leave_nothing_out():
 @pytest.mark.threads
 def test_dealt_programs_on_threads(thread_pool):
     for program in EVERYDAY:
-        assert_members_agree(thread_pool.run(run_programs, [program], True, hosts=program.hosts))
+        run_on(thread_pool, [program], True)
 
 
 @pytest.mark.threads
 @given(st.data())
 def test_drawn_programs_on_threads(thread_pool, data):
     program = deal(lambda name, options: data.draw(st.sampled_from(options), label=name), OURS)
-    assert_members_agree(thread_pool.run(run_programs, [program], True, hosts=program.hosts))
+    run_on(thread_pool, [program], True)
 
 
 @pytest.mark.shm
 def test_dealt_programs_on_shared_memory(shm_pool):
-    for hosts, programs in by_layout(dealt(24, sizes=(2, 3, 5), hosts={size: [(size,)] for size in HOSTS})):
-        assert_members_agree(shm_pool.run(run_programs, programs, True, hosts=hosts))
+    run_on(shm_pool, dealt(24, sizes=(2, 3, 5), hosts={size: [(size,)] for size in HOSTS}), True)
 
 
 @pytest.mark.gloo
 def test_dealt_programs_on_gloo(process_pool):
-    for hosts, programs in by_layout(dealt(18, sizes=(2, 3), hosts={2: [(1, 1)], 3: [(2, 1)]})):
-        assert_members_agree(process_pool.run(run_programs, programs, False, hosts=hosts))
+    run_on(process_pool, dealt(18, sizes=(2, 3), hosts={2: [(1, 1)], 3: [(2, 1)]}), False)
 
 
 def run_in_many_pieces(programs, rounds_once):
@@ -106,27 +94,23 @@ def run_in_many_pieces(programs, rounds_once):
 
 @pytest.mark.hybrid
 def test_dealt_programs_on_hybrid():
-    pool = ProcessRanks(6, backend="hybrid")
-    for hosts, programs in by_layout(dealt(18, sizes=(4, 6), hosts={4: [(2, 2)], 6: [(1, 3, 2)]})):
-        assert_members_agree(pool.run(run_in_many_pieces, programs, False, hosts=hosts))
+    programs = dealt(18, sizes=(4, 6), hosts={4: [(2, 2)], 6: [(1, 3, 2)]})
+    run_on(ProcessRanks(6, backend="hybrid"), programs, False, run_in_many_pieces)
 
 
 @pytest.mark.nccl
 def test_dealt_programs_on_nccl():
     size = min(nccl_ranks(), 4)
-    pool = ProcessRanks(size, backend="nccl")
-    for hosts, programs in by_layout(dealt(18, sizes=(size,), hosts={size: [(size,)]})):
-        assert_members_agree(pool.run(run_programs, programs, False, hosts=hosts))
+    run_on(ProcessRanks(size, backend="nccl"), dealt(18, sizes=(size,), hosts={size: [(size,)]}), False)
 
 
 def join_torch(programs, port, hosts, backend):
-    """Ranks of ``torch.distributed``."""
     warnings.simplefilter("ignore")  # Torch warns of calls of ranks that are no members, and of its own names.
     formation.nodes_from_identities = lambda identities: nodes_of(hosts)[: len(identities)]
     store = connect_store(port, 20.0)
     dist = torch.distributed
     dist.init_process_group(backend, store=store, rank=this_rank.get().rank, world_size=sum(hosts))
-    digests = run_programs_in_torch(programs, dist, store, backend == "bagua" and len(hosts) == 1)
+    digests = drawing.run_programs_in_torch(programs, dist, store, backend == "bagua" and len(hosts) == 1)
     dist.destroy_process_group()
     return digests
 
@@ -147,7 +131,6 @@ OF_MESSAGES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
 
 def gloo_has(step):
-    """Whether Gloo of torch makes such a call."""
     dtype = step.setting.dtype
     if dtype in OF_MESSAGES:
         return step.kind in ("messages", "batch_isend_irecv")
@@ -173,13 +156,8 @@ def test_what_programs_expect_is_what_gloo_of_torch_gives(port):
     run_in_torch(programs, port, (3,), "gloo")
 
 
-# The programs fail for collectives that are wrong: each mutant is wrong in one way.
-
-
 #: What a mutant raises that is wrong in itself.
 ITS_OWN_FAULT = (TypeError, AttributeError, NameError)
-
-
 #: By mutant, the number of the program that found it when the list was made: it is tried first, to save time.
 _KILLS = Path(__file__).parents[1] / "testing" / "kills.txt"
 FINDERS = dict(line.partition(", by program ")[::2] for line in _KILLS.read_text(encoding="utf-8").splitlines())
@@ -193,7 +171,7 @@ def kill(patch, name, mutant):
     # Whether a rank is seen that did not wait for others is a matter of chance.
     for program in (EVERYDAY[first:] + EVERYDAY[:first]) * 10:
         try:
-            assert_members_agree(pool.run(run_programs, [program], True, hosts=program.hosts))
+            run_on(pool, [program], True)
         except Exception as error:
             return error
     return None

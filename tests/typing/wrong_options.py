@@ -1,7 +1,5 @@
 """Options that do not exist, or have another type. mypy finds each: an ignore that is not needed is an error."""
 
-from __future__ import annotations
-
 import torch
 
 import bagua.torch_api as bagua

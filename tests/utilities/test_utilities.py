@@ -1,18 +1,17 @@
 """The helpers that Lightning users know, loaders that deal, and what rank 0 prints."""
 
-from __future__ import annotations
-
 import logging
 import types
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import bagua.comm
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError, NotInitializedError
-from bagua.testing import ProcessRanks
+from bagua.testing import ProcessRanks, this_rank
 from bagua.utilities import distributed
 from bagua.utilities.training import distributed_loader, print_rank_0
 from tests.launching import free_port
@@ -67,19 +66,18 @@ def test_groups_of_some_ranks_on_every_transport(ranks):
 
 def _reduce_and_gather() -> dict[str, object]:
     rank = bagua.comm.get_rank()
-    given = torch.tensor([1.0, 3.0]) + rank
-    whole = torch.tensor([2, 5]) + rank
+    given, whole = torch.tensor([1.0, 3.0]) + rank, torch.tensor([2, 5]) + rank
     own = torch.full((rank + 1, 3 - rank), float(rank), requires_grad=True)
     found = {
-        "sum": distributed.sync_ddp(given),
-        "mean": distributed.sync_ddp_if_available(given, reduce_op="mean"),
-        "AVG": distributed.sync_ddp(given, reduce_op="AVG"),
-        "max": distributed.sync_ddp(given, reduce_op=bagua.comm.ReduceOp.MAX),
-        "mean of integers": distributed.sync_ddp(whole, reduce_op="mean"),
-        "stack": distributed.all_gather_ddp_if_available(given),
-        "shapes": distributed.gather_all_tensors(own),
-        "scalars": distributed.gather_all_tensors(torch.tensor(rank)),
-        "empty": distributed.gather_all_tensors(torch.zeros(0, rank)),
+        "sum": distributed.sync_ddp(given).tolist(),
+        "mean": distributed.sync_ddp_if_available(given, reduce_op="mean").tolist(),
+        "AVG": distributed.sync_ddp(given, reduce_op="AVG").tolist(),
+        "max": distributed.sync_ddp(given, reduce_op=bagua.comm.ReduceOp.MAX).tolist(),
+        "mean of integers": distributed.sync_ddp(whole, reduce_op="mean").tolist(),
+        "stack": distributed.all_gather_ddp_if_available(given).tolist(),
+        "shapes": [part.tolist() for part in distributed.gather_all_tensors(own)],
+        "scalars": [part.item() for part in distributed.gather_all_tensors(torch.tensor(rank))],
+        "empty": [list(part.shape) for part in distributed.gather_all_tensors(torch.zeros(0, rank))],
     }
     assert torch.equal(given, torch.tensor([1.0, 3.0]) + rank), "the input was changed"
     assert distributed.distributed_available()
@@ -87,15 +85,12 @@ def _reduce_and_gather() -> dict[str, object]:
 
 
 def test_reducing_and_gathering_on_every_transport(ranks):
-    for found in ranks(2, _reduce_and_gather):
-        assert found["sum"].tolist() == [3.0, 7.0]
-        assert found["mean"].tolist() == found["AVG"].tolist() == [1.5, 3.5]
-        assert found["max"].tolist() == [2.0, 4.0]
-        assert found["mean of integers"].tolist() == [2.5, 5.5]
-        assert found["stack"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
-        assert [part.tolist() for part in found["shapes"]] == [[[0.0] * 3], [[1.0] * 2] * 2]
-        assert [part.item() for part in found["scalars"]] == [0, 1]
-        assert [list(part.shape) for part in found["empty"]] == [[0, 0], [0, 1]]
+    expected = {
+        "sum": [3.0, 7.0], "mean": [1.5, 3.5], "AVG": [1.5, 3.5], "max": [2.0, 4.0], "mean of integers": [2.5, 5.5],
+        "stack": [[1.0, 3.0], [2.0, 4.0]], "shapes": [[[0.0] * 3], [[1.0] * 2] * 2], "scalars": [0, 1],
+        "empty": [[0, 0], [0, 1]],
+    }  # fmt: skip
+    assert ranks(2, _reduce_and_gather) == [expected] * 2
 
 
 def _gather_what_cannot_be() -> list[str]:
@@ -138,12 +133,8 @@ def test_unknown_reductions_and_groups_are_named():
         distributed.sync_ddp(torch.ones(1), reduce_op="median")
     with pytest.raises(InvalidTensorError, match="float"):
         distributed.sync_ddp(1.0)
-    gathering = (
-        distributed.all_gather_ddp_if_available,
-        distributed.gather_all_tensors,
-        distributed.AllGatherGrad.apply,
-    )
-    for function in gathering:
+    gathering = (distributed.all_gather_ddp_if_available, distributed.gather_all_tensors)
+    for function in (*gathering, distributed.AllGatherGrad.apply):
         with pytest.raises(InvalidTensorError, match="list"):
             function([1.0])
     with pytest.raises(ConfigurationError, match=r"argument group.*str"):
@@ -151,8 +142,8 @@ def test_unknown_reductions_and_groups_are_named():
 
 
 def test_backends_of_devices():
-    assert distributed.get_default_process_group_backend_for_device("cuda:1") == "nccl"
-    assert distributed.get_default_process_group_backend_for_device(torch.device("cpu")) == "gloo"
+    backend = distributed.get_default_process_group_backend_for_device
+    assert [backend(device) for device in ("cuda:1", torch.device("cpu"))] == ["nccl", "gloo"]
 
 
 @distributed.rank_zero_only
@@ -160,12 +151,9 @@ def _speak(word: str) -> str:
     return word.upper()
 
 
-def _speak_in_turn() -> tuple[str | None, str | None]:
-    return _speak("a"), distributed.rank_zero_only(_speak, default="silent")("b")
-
-
 def test_only_rank_zero_runs(thread_ranks, monkeypatch):
-    assert thread_ranks(2, _speak_in_turn) == [("A", "B"), (None, "silent")]
+    speak_or_not = distributed.rank_zero_only(_speak, default="silent")
+    assert thread_ranks(2, lambda: (_speak("a"), speak_or_not("b"))) == [("A", "B"), (None, "silent")]
     assert _speak("before") == "BEFORE"
     monkeypatch.setenv("RANK", "1")
     assert _speak("as the launcher says") is None
@@ -174,13 +162,10 @@ def test_only_rank_zero_runs(thread_ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "rank"),
     [
-        ({}, 0),
-        ({"LOCAL_RANK": "3"}, 3),
-        ({"JSM_NAMESPACE_RANK": "2"}, 2),
-        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
-        ({"RANK": "0", "LOCAL_RANK": "1"}, 0),
+        ({}, 0), ({"LOCAL_RANK": "3"}, 3), ({"JSM_NAMESPACE_RANK": "2"}, 2),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1), ({"RANK": "0", "LOCAL_RANK": "1"}, 0),
     ],
-)
+)  # fmt: skip
 def test_before_ranks_are_connected_the_launcher_is_asked_as_lightning_does(variables, rank, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -232,8 +217,6 @@ def test_rank_zero_logs_and_warns(caplog, monkeypatch):
 
 
 def _on_torch_alone(port: int) -> tuple[list[float], list[float], str]:
-    from bagua.testing.ranks import this_rank
-
     rank = this_rank.get().rank
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     pair = dist.new_group([0, 1])
@@ -252,11 +235,8 @@ def _on_torch_alone(port: int) -> tuple[list[float], list[float], str]:
 
 
 def _connect(port: int) -> float:
-    from bagua.testing.ranks import this_rank
-
-    place = types.SimpleNamespace(
-        main_address="127.0.0.1", main_port=port, global_rank=lambda: this_rank.get().rank, world_size=lambda: 2
-    )
+    place = types.SimpleNamespace(main_address="127.0.0.1", main_port=port)
+    place.global_rank, place.world_size = (lambda: this_rank.get().rank), (lambda: 2)
     distributed.init_dist_connection(place, "gloo", timeout=20)
     distributed.init_dist_connection(place, "gloo")
     assert dist.is_initialized()
@@ -273,24 +253,18 @@ def test_groups_of_torch_are_joined_and_connections_made():
 def test_hooks_are_checked_before_they_are_registered():
     model = torch.nn.Linear(1, 1)
     distributed.register_ddp_comm_hook(model)
-    with pytest.raises(ConfigurationError, match="ddp_comm_wrapper"):
-        distributed.register_ddp_comm_hook(model, None, print, "fp16")
-    with pytest.raises(ConfigurationError, match="ddp_comm_hook"):
-        distributed.register_ddp_comm_hook(model, None, "fp16")
-    with pytest.raises(ConfigurationError, match=r"DistributedDataParallel.*Linear"):
-        distributed.register_ddp_comm_hook(model, None, print)
+    no_module = r"DistributedDataParallel.*Linear"
+    for hooks, said in (((print, "fp16"), "ddp_comm_wrapper"), (("fp16",), "ddp_comm_hook"), ((print,), no_module)):
+        with pytest.raises(ConfigurationError, match=said):
+            distributed.register_ddp_comm_hook(model, None, *hooks)
 
 
 def test_hooks_are_taken_by_what_takes_them():
-    class Outer(torch.nn.Module):
-        """As ``torch.compile`` makes one: it has what the model inside has."""
-
-        def register_comm_hook(self, state: object, hook: object) -> None:
-            self.registered = (state, hook)
-
-    model = Outer()
+    """As ``torch.compile`` makes one: it has what the model inside has."""
+    model = torch.nn.Module()
+    model.register_comm_hook = Mock()
     distributed.register_ddp_comm_hook(model, "state", print)
-    assert model.registered == ("state", print)
+    assert model.register_comm_hook.mock_calls == [call("state", print)]
 
 
 class _Stream(IterableDataset[int]):
@@ -300,8 +274,7 @@ class _Stream(IterableDataset[int]):
 
 def _epochs(shuffle: bool, drop_last: bool, split_batches: bool, first: int) -> tuple[list[object], list[object]]:
     """Three epochs of the dealt loader, and the same with torch's sampler by hand."""
-    rank, ranks = bagua.comm.get_rank(), bagua.comm.get_world_size()
-    data = torch.arange(23)
+    rank, ranks, data = bagua.comm.get_rank(), bagua.comm.get_world_size(), torch.arange(23)
     given = DataLoader(data, batch_size=6, shuffle=shuffle, drop_last=drop_last, collate_fn=torch.stack)
     loader = distributed_loader(given, split_batches=split_batches)
     loader.set_epoch(first)
@@ -329,14 +302,13 @@ def test_a_dealt_loader_does_what_the_sampler_does_by_hand(thread_ranks, shuffle
     assert outcomes[0][0] != outcomes[1][0]
 
 
-def _seeded() -> list[object]:
-    generator = torch.Generator().manual_seed(7 + bagua.comm.get_rank())
-    loader = DataLoader(torch.arange(8), batch_size=4, shuffle=True, generator=generator)
-    return [batch.tolist() for batch in distributed_loader(loader)]
-
-
 def test_the_seed_of_rank_0s_generator_shuffles_on_all_ranks(thread_ranks):
-    dealt = [sample for part in thread_ranks(2, _seeded) for batch in part for sample in batch]
+    def seeded() -> list[int]:
+        generator = torch.Generator().manual_seed(7 + bagua.comm.get_rank())
+        loader = DataLoader(torch.arange(8), batch_size=4, shuffle=True, generator=generator)
+        return torch.cat(list(distributed_loader(loader))).tolist()
+
+    dealt = [sample for part in thread_ranks(2, seeded) for sample in part]
     assert sorted(dealt) == list(range(8))
     order = torch.randperm(8, generator=torch.Generator().manual_seed(7)).tolist()
     assert dealt == order[::2] + order[1::2]
@@ -347,22 +319,19 @@ _UNDEALT = {
     "an IterableDataset": lambda: DataLoader(_Stream(), batch_size=2),
     "batches of its own": lambda: DataLoader(torch.arange(4), batch_sampler=[[0, 1], [2, 3]]),
     "WeightedRandomSampler": lambda: DataLoader(torch.arange(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
-    "replacement or num_samples": lambda: DataLoader(
-        torch.arange(4), 2, sampler=torch.utils.data.RandomSampler(range(4), replacement=True)
-    ),
+    "replacement or num_samples": lambda: DataLoader(range(4), 2, sampler=RandomSampler(range(4), replacement=True)),
     "a multiple of 2": lambda: DataLoader(torch.arange(4), 3),
 }
 
 
-def _refusal(words: str) -> str:
-    with pytest.raises((ConfigurationError, TypeError)) as refused:
-        distributed_loader(_UNDEALT[words](), split_batches=True)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("words", _UNDEALT)
 def test_a_loader_that_cannot_be_dealt_is_refused(thread_ranks, words):
-    assert all(words in text for text in thread_ranks(2, _refusal, words))
+    def refusal() -> str:
+        with pytest.raises((ConfigurationError, TypeError)) as refused:
+            distributed_loader(_UNDEALT[words](), split_batches=True)
+        return str(refused.value)
+
+    assert all(words in text for text in thread_ranks(2, refusal))
 
 
 def test_ranks_must_be_connected():
@@ -370,10 +339,6 @@ def test_ranks_must_be_connected():
         distributed_loader(DataLoader(torch.arange(4)))
 
 
-def _printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rank_0("rank", bagua.comm.get_rank(), sep="-", end="!\n", flush=True)
-
-
 def test_rank_0_alone_prints(thread_ranks, capsys):
-    thread_ranks(3, _printed, capsys)
+    thread_ranks(3, lambda: print_rank_0("rank", bagua.comm.get_rank(), sep="-", end="!\n", flush=True))
     assert capsys.readouterr().out == "rank-0!\n"
