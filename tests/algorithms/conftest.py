@@ -1,7 +1,5 @@
 """Where contracts of algorithms are tested."""
 
-from __future__ import annotations
-
 import pytest
 
 from bagua.testing import RankPool

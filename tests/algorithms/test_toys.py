@@ -1,7 +1,5 @@
 """What the engine owes an algorithm: on toys that use one feature of exchanges each, and the contract for all."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -12,35 +10,8 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua import primitives
-from bagua.algorithms import (
-    Add,
-    Algorithm,
-    DecentralizedAlgorithm,
-    Every,
-    Exchange,
-    Flight,
-    GradientAllReduceAlgorithm,
-    Gradients,
-    How,
-    LocalUpdates,
-    LoCoAlgorithm,
-    LowPrecisionDecentralizedAlgorithm,
-    Mean,
-    Mix,
-    Model,
-    OneBitAdamAlgorithm,
-    OneBitLambAlgorithm,
-    PowerSGDAlgorithm,
-    QAdamAlgorithm,
-    ReducedGradients,
-    Replace,
-    SignSGDAlgorithm,
-    Then,
-    TopKAlgorithm,
-    Weights,
-    registry,
-)
+from bagua import algorithms, primitives
+from bagua.algorithms import Add, Algorithm, Every, Exchange, Flight, Gradients, How, Mean, Mix, Replace, Then, Weights
 from bagua.comm import ProcessGroup, Work
 from bagua.compression import BlockTopK
 from bagua.errors import ConfigurationError
@@ -48,24 +19,13 @@ from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, ReducerMemory
 from bagua.torch_api.distributed import ModelSwitchWrapper
+from tests import harness
 from tests.algorithms import stacked
 from tests.algorithms.stacked import Replicas, model_of, plain_sgd
 from tests.algorithms.test_exchanges import BY_LAYER
 from tests.contract.algorithms import ONE_BUCKET_BYTES, AlgorithmContract, resume_and_train, train, train_and_save
-from tests.harness import (
-    OptimizerMaker,
-    State,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    reference,
-    sgd,
-    snapshot,
-    train_steps,
-)
-from tests.parallel.wrapping import Loop, assert_trained
+from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot
+from tests.parallel.wrapping import Loop, assert_trained, of_this_rank
 
 
 @dataclass(frozen=True)
@@ -98,8 +58,6 @@ def _zero(_: ReducerMemory) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rounded(Algorithm):
-    """Gradient allreduce with gradients rounded to multiples of ``grain``; what is cut off comes with the next ones."""
-
     grain: float = 2.0**-9
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
@@ -126,17 +84,6 @@ class Descend(Then):
         bucket = flight.bucket
         weights = bucket.read_weights(torch.empty_like(bucket.gradients))
         bucket.write_weights(weights.sub_(bucket.gradients, alpha=self.learning_rate))
-
-
-@dataclass(frozen=True)
-class OwnSgd(Algorithm):
-    """Step each bucket with its own gradients during backward, then average the weights."""
-
-    learning_rate: float = 0.1
-
-    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
-        step = Exchange(Gradients(), Every(), None, Descend(self.learning_rate), label="step")
-        return step, Exchange(Weights(), Every(), Mean(), Replace(), at="bucket stepped", until="backward ends")
 
 
 @dataclass(frozen=True)
@@ -169,7 +116,7 @@ class WarmsUp(Algorithm):
     def phases(self) -> tuple[Hashable, ...]:
         return "warm-up", "chunked"
 
-    def phase(self, step: int, model: Model) -> Hashable:
+    def phase(self, step: int, model: algorithms.Model) -> Hashable:
         return "warm-up" if step < self.warmup_steps else "chunked"
 
     def exchanges(self, phase: Hashable = "chunked") -> tuple[Exchange, ...]:
@@ -184,84 +131,67 @@ class QuickToWarmUp(QAdamOptimizer):
         super().__init__(parameters, lr=lr, warmup_steps=2, eps=0.01)
 
 
-class QuickQAdam(QAdamAlgorithm):
-    """QAdam that soon compresses."""
-
+class QuickQAdam(algorithms.QAdamAlgorithm):
     optimizer_class = QuickToWarmUp
 
 
-class QuickOneBitAdam(OneBitAdamAlgorithm):
-    """One-bit Adam that soon compresses."""
-
+class QuickOneBitAdam(algorithms.OneBitAdamAlgorithm):
     optimizer_class = QuickToWarmUp
 
 
-class QuickLamb(OneBitLambOptimizer):
-    """Its warm-up ends within a test."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, lr=lr, warmup_steps=2, eps=0.01)
+class QuickLamb(QuickToWarmUp, OneBitLambOptimizer):
+    """The same for LAMB."""
 
 
-class QuickOneBitLamb(OneBitLambAlgorithm):
-    """One-bit LAMB that soon compresses."""
-
+class QuickOneBitLamb(algorithms.OneBitLambAlgorithm):
     optimizer_class = QuickLamb
 
 
-def _loop(algorithm: Algorithm) -> Loop:
-    return Loop("with_bagua", make_optimizer=plain_sgd, algorithm=algorithm)
+@pytest.mark.parametrize("call", ["forward", "state_dict", "bagua_state_dict", "with_bagua", "evaluation"])
+def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later_but_not_by_an_evaluation(thread_ranks, call):
+    """An average of weights, which differ: the backward pass is over, and nothing was updated."""
 
-
-@pytest.mark.parametrize("completes", ["forward", "state_dict", "bagua_state_dict", "with_bagua"])
-def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later(thread_ranks, completes):
     def train() -> list[torch.Tensor]:
-        loop = _loop(LocalSgd(period=1))
-        weight = loop.model[0].weight
+        loop = Loop("with_bagua", make_optimizer=plain_sgd, algorithm=LocalSgd(period=1))
         with torch.no_grad():
-            weight += loop.rank  # Something to be averaged.
+            loop.model[0].weight += loop.rank
         loop.backward()
-        before = weight.detach().clone()
+        before = loop.model[0].weight.detach().clone()
+
+        def evaluate() -> None:
+            if loop.rank == 0:
+                loop.wrapped.eval()
+                with torch.no_grad():
+                    loop.loss()
+                loop.wrapped.train()
+
         {
             "forward": loop.loss,
             "state_dict": loop.wrapped.state_dict,
             "bagua_state_dict": loop.wrapped.bagua_state_dict,
-            "with_bagua": lambda: with_bagua(loop.model, [loop.optimizer], GradientAllReduceAlgorithm()),
-        }[completes]()
-        return [before, weight.detach().clone()]
+            "with_bagua": lambda: with_bagua(loop.model, [loop.optimizer], "gradient_allreduce"),
+            "evaluation": evaluate,
+        }[call]()
+        return [before, loop.model[0].weight.detach().clone()]
 
     first, second = thread_ranks(2, train)
     assert not torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-
-
-def test_forwards_for_evaluation_owe_nothing_and_complete_nothing(thread_ranks):
-    def train() -> torch.Tensor:
-        loop = _loop(LocalSgd(period=1))
-        with torch.no_grad():
-            loop.model[0].weight += loop.rank
-        loop.backward()
-        if loop.rank == 0:
-            loop.wrapped.eval()
-            with torch.no_grad():
-                loop.loss()
-            loop.wrapped.train()
-        return loop.model[0].weight.detach().clone()
-
-    first, second = thread_ranks(2, train)
-    assert not torch.equal(first, second)
+    assert torch.equal(first[1], second[1]) == (call != "evaluation")
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_algorithm_that_owns_the_optimizer_steps_during_backward(thread_ranks, size):
+    step = Exchange(Gradients(), Every(), None, Descend(0.1), label="step")
+    mean = Exchange(Weights(), Every(), Mean(), Replace(), at="bucket stepped", until="backward ends")
+
     def train() -> State:
-        loop = Loop(lambda model, _: with_bagua(model, [], OwnSgd(), bucket_bytes=1000))
+        loop = Loop(lambda model, _: with_bagua(model, [], Algorithm.of(step, mean), bucket_bytes=1000))
         for _ in range(5):
             loop.model.zero_grad()
             loop.backward()
         return snapshot(loop.model)
 
-    assert_trained(thread_ranks(size, train), reference(mlp(), plain_sgd, size, range(5)))
+    assert_trained(thread_ranks(size, train), harness.reference(mlp(), plain_sgd, size, range(5)))
 
 
 def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(thread_ranks):
@@ -273,22 +203,18 @@ def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(
             for name, parameter in loop.model.named_parameters():
                 totals[name] = totals.get(name, 0) + parameter.grad
         remembered = loop.wrapped.bagua_state_dict()["parameters"]
-        saved = {name: state["total"] for name, state in remembered.items()}
-        return sizes, saved, totals
+        return sizes, {name: state["total"] for name, state in remembered.items()}, totals
 
-    results = thread_ranks(3, train)
-    for sizes, saved, totals in results:
+    for sizes, saved, totals in thread_ranks(3, train):
         assert sizes[2] != [0, 0], "padded before it is needed"
         assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
         assert_close(saved, {name: totals[name] for name in saved})
 
 
-# Algorithms of a user that send more than one tensor, which the engine knows nothing of: push-sum.
+# An algorithm of a user that sends more than one tensor, of which the engine knows nothing: push-sum.
+# Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", 2019.
 
 SIZE = 4
-
-
-# Push-sum. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", 2019.
 
 
 @dataclass(frozen=True)
@@ -336,22 +262,6 @@ PUSH_SUM = (
 )
 
 
-class TestPushSum(AlgorithmContract):
-    sizes = (1, 2, 3)
-
-    @pytest.fixture
-    def algorithm(self):
-        return Algorithm.of(*PUSH_SUM)
-
-
-def weights_after(algorithm: Algorithm, steps: int) -> torch.Tensor:
-    """The weights of this rank."""
-    loop = Loop("with_bagua", model_of, plain_sgd, stacked.loss_of, algorithm=algorithm, bucket_bytes=1500)
-    loop.train(steps)
-    loop.wrapped.bagua_state_dict()
-    return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
-
-
 def push_sum(steps: int, *, steps_what_is_sent: bool = True) -> torch.Tensor:
     """``x <- A (x - lr g(x / w))``, ``w <- A w``; a row for each rank."""
     columns = torch.eye(SIZE, dtype=torch.float64) / 2
@@ -370,13 +280,29 @@ def push_sum(steps: int, *, steps_what_is_sent: bool = True) -> torch.Tensor:
 
 
 def test_push_sum_is_what_the_paper_says(thread_ranks):
-    found = torch.stack(thread_ranks(SIZE, weights_after, Algorithm.of(*PUSH_SUM), 12))
+    def train() -> torch.Tensor:
+        algorithm = Algorithm.of(*PUSH_SUM)
+        loop = Loop("with_bagua", model_of, plain_sgd, stacked.loss_of, algorithm=algorithm, bucket_bytes=1500)
+        loop.train(12)
+        loop.wrapped.bagua_state_dict()
+        return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+
+    found = torch.stack(thread_ranks(SIZE, train))
     assert torch.allclose(found, push_sum(12), rtol=0, atol=1e-12)
     assert not torch.allclose(found, push_sum(12, steps_what_is_sent=False), rtol=0, atol=1e-4)
 
 
 def test_exchanges_of_one_label_share_what_both_declare():
-    """One of them may remember more."""
+    """One of them may remember more, but nothing else under the same name."""
+
+    class Mindful(Push):
+        def state(self) -> tuple[primitives.State, ...]:
+            return (*super().state(), primitives.State("anchors"))
+
+    class Weighty(Push):
+        def state(self) -> tuple[primitives.State, ...]:
+            return (primitives.State("mass"),)
+
     local, sent = PUSH_SUM
     Algorithm.of(local, dataclasses.replace(sent, how=Mindful()))
     with pytest.raises(ConfigurationError, match="different things under the name 'mass'"):
@@ -385,56 +311,29 @@ def test_exchanges_of_one_label_share_what_both_declare():
         Algorithm.of(local, dataclasses.replace(sent, how=Weighty(), then=Replace()))
 
 
-@dataclass(frozen=True)
-class Mindful(Push):
-    """Remembers more than the mass."""
-
-    def state(self) -> tuple[primitives.State, ...]:
-        return (*super().state(), primitives.State("anchors"))
-
-
-@dataclass(frozen=True)
-class Weighty(Push):
-    """Remembers something else under the name of the mass."""
-
-    def state(self) -> tuple[primitives.State, ...]:
-        return (primitives.State("mass"),)
-
-
-# Every registered algorithm keeps the contract, also after a switch in the middle of training.
-
 #: Two runs of an algorithm that exchanges in the background are never alike; such have tests of their own.
 #: The warm-up of some is longer than a test; quicker ones stand in for them. Ranks that train alone for long have tests
 #: of their own, too: test_local_updates.py.
 QUICK = {
-    "qadam": QuickQAdam,
-    "one_bit_adam": QuickOneBitAdam,
-    "one_bit_lamb": QuickOneBitLamb,
-    "loco": partial(LoCoAlgorithm, warmup_steps=0),
-    "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
-    "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
-}
-#: Those that step along directions are held to the contract in test_formulas.py.
-DIRECTIONS = ("dion",)
+    "qadam": QuickQAdam, "one_bit_adam": QuickOneBitAdam, "one_bit_lamb": QuickOneBitLamb,
+    "loco": partial(Algorithm.init, "loco", warmup_steps=0),
+    "sign_sgd": partial(Algorithm.init, "sign_sgd", warmup_steps=0),
+    "top_k": partial(Algorithm.init, "top_k", warmup_steps=2, density_steps=4),
+}  # fmt: skip
+#: One that steps along directions is held to the contract in test_formulas.py.
 SYNCHRONOUS = [
-    QUICK[name]() if name in QUICK else Algorithm.init(name)
-    for name in registry
-    if name not in DIRECTIONS
-    and not registry.get(name)().in_background
-    and not issubclass(registry.get(name), LocalUpdates)
+    QUICK.get(name, kind)()
+    for name, kind in ((name, algorithms.registry.get(name)) for name in algorithms.registry)
+    if name != "dion" and not kind().in_background and not issubclass(kind, algorithms.LocalUpdates)
 ]
-
-
 DELAYED_GOSSIP = Algorithm.of(
     Exchange(Weights(), Every(), Mix("alternating_ring"), Add(), at="bucket ready", until="bucket ready", lag=1)
 )
 #: Those with factors, residuals, estimates, phases and flights.
 REMEMBERING = [
-    *(one for one in SYNCHRONOUS if isinstance(one, PowerSGDAlgorithm | QuickOneBitLamb)),
-    LowPrecisionDecentralizedAlgorithm(),
-    WarmsUp(),
+    Algorithm.init("power_sgd"), QuickOneBitLamb(), Algorithm.init("low_precision_decentralized"), WarmsUp(),
     DELAYED_GOSSIP,
-]
+]  # fmt: skip
 
 
 @pytest.fixture(params=SYNCHRONOUS, ids=repr)
@@ -443,12 +342,11 @@ def algorithm(request):
 
 
 class TestRegisteredAlgorithm(AlgorithmContract):
-    #: The test of host layouts trains with four ranks.
-    sizes = (1, 2, 3)
+    sizes = (1, 2, 3)  # The test of host layouts trains with four ranks.
 
 
 @dataclass(frozen=True)
-class BlockTopKSgd(ReducedGradients):
+class BlockTopKSgd(algorithms.ReducedGradients):
     """A composition that is not registered: the largest elements of each block, with error feedback."""
 
     kept: int = 16
@@ -463,17 +361,13 @@ class TestOthers(AlgorithmContract):
 
     @pytest.fixture(
         params=[
-            DELAYED_GOSSIP,
-            Rounded(),
-            LocalSgd(),
-            WarmsUp(),
-            BlockTopKSgd(),
-            Algorithm.of(BY_LAYER),
-            DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-            LowPrecisionDecentralizedAlgorithm(topology="hierarchical_torus", communication_interval=2),
+            DELAYED_GOSSIP, Rounded(), LocalSgd(), WarmsUp(), BlockTopKSgd(), Algorithm.of(BY_LAYER),
+            pytest.param(Algorithm.of(*PUSH_SUM), id="push-sum"),
+            Algorithm.init("decentralized", peer_selection_mode="shift_one"),
+            Algorithm.init("low_precision_decentralized", topology="hierarchical_torus", communication_interval=2),
         ],
         ids=repr,
-    )
+    )  # fmt: skip
     def algorithm(self, request):
         return request.param
 
@@ -491,19 +385,12 @@ def test_training_resumes_bit_exactly_in_new_processes(process_ranks):
     checkpoints = [[one for (one,) in of_ranks] for of_ranks in zip(*saved, strict=True)]
     calls = [(algorithm, saved, ONE_BUCKET_BYTES) for algorithm, saved in zip(REMEMBERING, checkpoints, strict=True)]
     resumed = process_ranks(2, of_each, resume_and_train, calls)
-    for algorithm, *states in zip(REMEMBERING, *whole, *resumed, strict=True):
-        for before, after in zip(states[:2], states[2:], strict=True):
-            differing = [name for name, value in before.items() if not torch.equal(value, after[name])]
-            assert not differing, algorithm
+    for before, after in zip(whole, resumed, strict=True):
+        for algorithm, state, same in zip(REMEMBERING, before, after, strict=True):
+            assert all(torch.equal(value, same[name]) for name, value in state.items()), algorithm
 
 
 STEPS = 3
-
-
-def fitting(optimizer: OptimizerMaker) -> list[str]:
-    """Algorithms for this optimizer."""
-    kinds = (None, QAdamOptimizer if optimizer is QuickToWarmUp else None)
-    return [name for name in registry if registry.get(name).optimizer_class in kinds]
 
 
 def loss(model: torch.nn.Module, size: int) -> float:
@@ -517,26 +404,24 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     return {str(number): tensor.detach().clone() for number, tensor in enumerate(tensors)}
 
 
-def switch_through(names: list[str], make_optimizer: OptimizerMaker) -> list[tuple[State, State, float, float]]:
+def switch_through(names: list[str], make_optimizer: harness.OptimizerMaker) -> list[tuple[State, State, float, float]]:
     """Train with each; after each switch the weights, the optimizer's state, and the loss before and after."""
-    rank, size = bagua.comm.get_rank(), bagua.comm.get_world_size()
-    model = mlp(seed=rank)
-    optimizer = make_optimizer(model.parameters())
-    wrapped = ModelSwitchWrapper(model, optimizer, message_size=1000)
-    seen = []
+    loop = Loop(lambda *made: ModelSwitchWrapper(*made, message_size=1000), of_this_rank, make_optimizer)
+    size, seen = bagua.comm.get_world_size(), []
     for name in names:
-        before = loss(model, size)
-        wrapped.switch_to(Algorithm.init(name))
-        seen.append((snapshot(model), optimizer_state(optimizer), before, loss(model, size)))
-        train_steps(wrapped, optimizer, rank, range(STEPS))
+        before, loop.step = loss(loop.model, size), 0
+        loop.switch_to(Algorithm.init(name))
+        seen.append((snapshot(loop.model), optimizer_state(loop.optimizer), before, loss(loop.model, size)))
+        loop.train(STEPS)
     return seen
 
 
 @pytest.mark.parametrize(
-    ("size", "make_optimizer"), [(2, sgd), (3, adam), (2, QuickToWarmUp)], ids=["momentum", "adam", "qadam"]
+    ("size", "make_optimizer"), [(2, sgd), (3, harness.adam), (2, QuickToWarmUp)], ids=["momentum", "adam", "qadam"]
 )
 def test_training_goes_on_through_all_algorithms_and_back(thread_ranks, size, make_optimizer):
-    names = fitting(make_optimizer)
+    kinds = (None, QAdamOptimizer if make_optimizer is QuickToWarmUp else None)
+    names = [name for name in algorithms.registry if algorithms.registry.get(name).optimizer_class in kinds]
     path = [*names, *reversed(names)]
     results = thread_ranks(size, switch_through, path, make_optimizer)
     for of_ranks in zip(*results, strict=True):
@@ -544,7 +429,7 @@ def test_training_goes_on_through_all_algorithms_and_back(thread_ranks, size, ma
         assert_same_on_all_ranks([state for _, state, *_ in of_ranks])
     first, *others = results[0]
     for name, (_, _, before, after) in zip(path, others, strict=False):
-        consensus = registry.get(name)().ranks_differ
+        consensus = algorithms.registry.get(name)().ranks_differ
         assert after < 1.1 * before if consensus else after == pytest.approx(before, rel=1e-5), f"a jump after {name}"
     assert others[-1][3] < 0.8 * first[3], "nothing was learned"
     assert others[-1][1], "the optimizer remembers nothing"

@@ -1,7 +1,5 @@
 """The fused kernels against the plain operations: on a GPU, or in Triton's interpreter where there is none."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from bagua.compression import Metadata, MinMaxUInt8, minmax_uint8
+from tests.harness import coded
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch; there is none here")
 
@@ -47,17 +46,10 @@ def inputs() -> dict[str, torch.Tensor]:
     odd = normal.clone()
     odd[[5, 350, 1233]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     return {
-        "normal": normal,
-        "one": normal[:1],
-        "whole blocks": normal[: 3 * BLOCK],
-        "far from zero": normal + 100,
-        "below zero": -normal.abs() - 1,
-        "zeros": torch.zeros(150),
-        "constant": torch.full((150,), 1.1),
-        "tiny": normal * 1e-35,
-        "huge": normal * 1e4,
-        "not finite": odd,
-    }
+        "normal": normal, "one": normal[:1], "whole blocks": normal[: 3 * BLOCK], "far from zero": normal + 100,
+        "below zero": -normal.abs() - 1, "zeros": torch.zeros(150), "constant": torch.full((150,), 1.1),
+        "tiny": normal * 1e-35, "huge": normal * 1e4, "not finite": odd,
+    }  # fmt: skip
 
 
 @can_run
@@ -90,5 +82,4 @@ def test_zero_stays_zero_in_the_kernels(fused):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     tensor[::7] = 0
     fused(used=True)
-    codec = MinMaxUInt8(BLOCK)
-    assert (codec.decompress(codec.compress(tensor), Metadata.of(tensor))[::7] == 0).all()
+    assert (coded(MinMaxUInt8(BLOCK), tensor)[::7] == 0).all()

@@ -1,7 +1,5 @@
 """Reducers: sums that lose something, and what must hold all the same. Mixing with neighbours, on any graph."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -24,15 +22,12 @@ from tests.topologies import STAR
 CODEC = TopK(0.1)
 #: Everything that has a remainder.
 PLAIN: list[primitives.SumReducer] = [
-    primitives.AllGatherReducer(Sign(block_numel=64)),
-    primitives.AllGatherReducer(CODEC),
-    primitives.ScatterGatherReducer(MinMaxUInt8(block_numel=32)),
-    primitives.ScatterGatherReducer(Identity()),
-    primitives.PowerSGDReducer(matrix_rank=2),
-    primitives.SparseReducer(CODEC, gather_ranks=2),
+    primitives.AllGatherReducer(Sign(block_numel=64)), primitives.AllGatherReducer(CODEC),
+    primitives.ScatterGatherReducer(MinMaxUInt8(block_numel=32)), primitives.ScatterGatherReducer(Identity()),
+    primitives.PowerSGDReducer(matrix_rank=2), primitives.SparseReducer(CODEC, gather_ranks=2),
     primitives.AllGatherReducer(BlockTopK(64, 8)),
-]
-WITH_FEEDBACK: list[primitives.SumReducer] = [primitives.ErrorFeedback(reducer) for reducer in PLAIN]
+]  # fmt: skip
+WITH_FEEDBACK = [primitives.ErrorFeedback(reducer) for reducer in PLAIN]
 #: Other forms of feedback.
 FORMS: list[primitives.SumReducer] = [
     primitives.EF21(primitives.ScatterGatherReducer(Int4(block_numel=8))),
@@ -41,9 +36,9 @@ FORMS: list[primitives.SumReducer] = [
     primitives.ErrorFeedback(primitives.AllGatherReducer(Sign(block_numel=8)), 0.9),
     primitives.AveragedFeedback(primitives.ScatterGatherReducer(Int4(block_numel=8)), 0.5, 20),
 ]
+IN_BYTES = primitives.ScatterGatherReducer(MinMaxUInt8())
 NUMEL, MANY = 203, 5000
 BLOCKS = [primitives.MatrixBlock(3, 8, 10), primitives.MatrixBlock(90, 9, 12)]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SIZE, CALLS = 3, 50
 
 
@@ -85,9 +80,6 @@ def lose(reducer: primitives.SumReducer, **options: Any) -> tuple[torch.Tensor, 
     return flat, remainder, communicator.statistics.sent_bytes() - before
 
 
-# Conservation: nothing is lost that is not known to be lost.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("reducer", PLAIN, ids=repr)
@@ -98,12 +90,8 @@ def test_result_and_remainders_add_up_to_the_exact_sum(thread_ranks, reducer, si
     assert all(torch.equal(flat, flats[0]) for flat in flats)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "reducer",
-    [primitives.ScatterGatherReducer(MinMaxUInt8()), primitives.AllGatherReducer(Float16()), WITH_FEEDBACK[2]],
-    ids=repr,
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("reducer", [IN_BYTES, primitives.AllGatherReducer(Float16()), WITH_FEEDBACK[2]], ids=repr)
 def test_every_floating_dtype_is_summed_with_the_error_of_its_codec(thread_ranks, reducer, dtype):
     results = [result for (result,), _ in thread_ranks(SIZE, functools.partial(run, dtype=dtype), reducer)]
     assert all(torch.equal(result, results[0]) for result in results)
@@ -122,16 +110,13 @@ def test_sums_of_16_bit_numbers_are_rounded_once(thread_ranks):
     assert thread_ranks(4, add)[1].tolist() == [2052.0] * 5  # 2048 + 1 + 1 + 1 in float16 is 2048
 
 
-# What is not finite reaches everyone.
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("position", [0, 40, NUMEL - 1])
 @on_ranks(SIZE)
 def test_what_is_not_finite_on_one_rank_is_so_on_all_and_changes_no_state(bad, position):
     communicator = bagua.comm.get_default_group().global_communicator
     for reducer in [*PLAIN, *WITH_FEEDBACK, *FORMS]:
-        memory, before = reducer.memory(communicator, values(0), BLOCKS), {}
+        memory = reducer.memory(communicator, values(0), BLOCKS)
         for call in range(2):
             before = {name: value.clone() for name, value in memory.state.items()}
             flat = values(communicator.rank, call=call)
@@ -143,37 +128,21 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_and_changes_no_state(bad, p
         assert all(torch.equal(value, before[name]) for name, value in memory.state.items()), reducer
 
 
-# Against the formulas.
-
-
-def approximated(matrices: list[torch.Tensor], matrix_rank: int) -> list[torch.Tensor]:
-    """What one rank makes of matrices of one shape, one after the other."""
-    communicator = bagua.comm.solo_group().global_communicator
-    reducer, (rows, columns) = primitives.PowerSGDReducer(matrix_rank), matrices[0].shape
-    memory = reducer.memory(communicator, matrices[0].flatten(), [primitives.MatrixBlock(0, rows, columns)])
-    found = []
-    for matrix in matrices:
-        flat = matrix.flatten().clone()
+def test_a_matrix_that_was_zero_once_is_approximated_again():
+    communicator, reducer, flat = solo_group().global_communicator, primitives.PowerSGDReducer(1), torch.zeros(24)
+    memory = reducer.memory(communicator, flat, [primitives.MatrixBlock(0, 4, 6)])
+    for matrix in (torch.zeros(24), *[torch.arange(6.0).repeat(4)] * 3):
+        flat = matrix.clone()
         reducer.reduce(flat, communicator, memory)
         memory.settle(flat)
-        found.append(flat.view(rows, columns))
-    return found
-
-
-def test_a_matrix_that_was_zero_once_is_approximated_again():
-    found = approximated([torch.zeros(4, 6), *[torch.arange(6.0).expand(4, 6)] * 3], matrix_rank=1)
-    torch.testing.assert_close(found[-1][2], torch.arange(6.0))
-
-
-# Feedback.
+    torch.testing.assert_close(flat.view(4, 6)[2], torch.arange(6.0))
 
 
 def test_residuals_pay_what_earlier_means_lack_whoever_took_part(thread_ranks):
     """Means of three, then of two of them: all results and what is left add up to all exact means."""
 
     def rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        everyone = bagua.comm.get_default_group()
-        pair = bagua.comm.new_group([0, 1])
+        everyone, pair = bagua.comm.get_default_group(), bagua.comm.new_group([0, 1])
         reducer = primitives.ErrorFeedback(primitives.AllGatherReducer(CODEC))
         memory = reducer.memory(everyone.global_communicator, values(0))
         results, exact = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
@@ -194,25 +163,24 @@ def test_residuals_pay_what_earlier_means_lack_whoever_took_part(thread_ranks):
     assert gone.norm() > 0
 
 
-def simulated_ef21(averaging: float) -> torch.Tensor:
-    estimates, averages, results = torch.zeros(SIZE, NUMEL).double(), torch.zeros(SIZE, NUMEL).double(), []
-    for call in range(CALLS):
-        given = torch.stack([values(rank, call=call) for rank in range(SIZE)])
-        averages = (1 - averaging) * averages + averaging * given
-        estimates = estimates + coded(CODEC, averages - estimates)
-        results.append(estimates.sum(dim=0))
-    return torch.stack(results)
-
-
 @pytest.mark.parametrize("averaging", [1.0, 0.2])
 def test_estimates_follow_by_compressed_changes(thread_ranks, averaging):
+    def simulated(averaging: float) -> torch.Tensor:
+        estimates, averages, results = torch.zeros(SIZE, NUMEL).double(), torch.zeros(SIZE, NUMEL).double(), []
+        for call in range(CALLS):
+            given = torch.stack([values(rank, call=call) for rank in range(SIZE)])
+            averages = (1 - averaging) * averages + averaging * given
+            estimates = estimates + coded(CODEC, averages - estimates)
+            results.append(estimates.sum(dim=0))
+        return torch.stack(results)
+
     results = thread_ranks(SIZE, run, primitives.EF21(primitives.AllGatherReducer(CODEC), averaging), CALLS)
-    torch.testing.assert_close(results[0][0], simulated_ef21(averaging))
+    torch.testing.assert_close(results[0][0], simulated(averaging))
     total = sum(state["estimate"] for _, state in results)
     for result, state in results:
         assert torch.equal(result, results[0][0])
         torch.testing.assert_close(state["total"], total)
-    assert not torch.allclose(results[0][0], simulated_ef21(averaging / 2))
+    assert not torch.allclose(results[0][0], simulated(averaging / 2))
 
 
 @pytest.mark.parametrize("reducer", FORMS, ids=repr)
@@ -221,9 +189,6 @@ def test_forms_know_nothing_of_the_scale_of_the_loss(thread_ranks, reducer):
     torch.testing.assert_close(plain[0], scaled[0])
     for name, one in plain[1].items():
         torch.testing.assert_close(one, scaled[1][name])
-
-
-# Few elements: means over those who sent them, and bytes that do not grow with the number of ranks.
 
 
 @pytest.mark.parametrize("codec", [TopK(0.01), BlockTopK(512, 8, None)], ids=repr)
@@ -265,46 +230,31 @@ def test_means_over_senders_by_ranges_are_the_formula():
     assert not torch.allclose(flats[0], simulated(feeds_answers_back=False))
 
 
-# By host.
-
-
-LAYOUTS = [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]]
-
-
-def _sum(hierarchical: bool) -> tuple[torch.Tensor, list[str]]:
-    group = bagua.comm.get_default_group()
-    tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
-    primitives.sum_over(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
-    return tensor, [str(call) for call in group.global_communicator.history()]
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("hosts", [[1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2], [1, 3, 2]], ids=str)
 @pytest.mark.parametrize("hierarchical", [False, True])
-def test_sums_do_not_depend_on_hosts_and_are_flat_without_several_ranks_on_one_of_several(
-    thread_ranks, hosts, hierarchical
-):
+def test_sums_do_not_depend_on_hosts_and_are_flat_unless_some_of_several_share_one(thread_ranks, hosts, hierarchical):
+    def add() -> tuple[torch.Tensor, list[str]]:
+        group = bagua.comm.get_default_group()
+        tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
+        primitives.sum_over(tensor, group, lambda total, ranks: ranks.allreduce(total), hierarchical=hierarchical)
+        return tensor, [str(call) for call in group.global_communicator.history()]
+
     size, flat = sum(hosts), not hierarchical or len(hosts) == 1 or max(hosts) == 1
     expected = torch.tensor([1.0, 10.0]) * (size * (size + 1) // 2)
-    for tensor, calls in thread_ranks(size, _sum, hierarchical, hosts=hosts):
+    for tensor, calls in thread_ranks(size, add, hosts=hosts):
         assert torch.equal(tensor, expected)
         assert any("allreduce" in call for call in calls) == flat
 
 
-# What cannot be reduced.
-
-
 @pytest.mark.parametrize("reducer", [*PLAIN, *WITH_FEEDBACK], ids=repr)
 def test_tensors_without_elements_and_of_other_dtypes(reducer):
-    communicator = bagua.comm.solo_group().global_communicator
-    empty = torch.empty(0)
+    communicator, empty = solo_group().global_communicator, torch.empty(0)
     memory = reducer.memory(communicator, empty)
     reducer.reduce(empty, communicator, memory)
     memory.settle(empty)
     with pytest.raises(InvalidTensorError, match="complex64"):
         reducer.memory(communicator, torch.zeros(3, dtype=torch.complex64))
 
-
-# Mixing with neighbours is a product with the mixing matrix, on any graph, and nobody waits forever.
 
 FEW = 5
 
@@ -320,27 +270,22 @@ def scratch(dtype: torch.dtype):
 
 
 def _mix(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
-    group = bagua.comm.get_default_group()
-    tensor, buffers = vector(group.rank, dtype), scratch(dtype)
+    communicator, buffers = bagua.comm.get_default_group().global_communicator, scratch(dtype)
+    tensor = vector(communicator.rank, dtype)
     for mixing in rounds:
-        assert primitives.neighbour_average(tensor, mixing, group.global_communicator, buffers) is None
+        assert primitives.neighbour_average(tensor, mixing, communicator, buffers) is None
     return tensor
-
-
-def _expected(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
-    stacked = torch.stack([vector(rank, dtype) for rank in range(rounds[0].size)])
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    stacked = stacked.to(wide)
-    for mixing in rounds:
-        stacked = mixing.matrix().to(wide) @ stacked
-    return stacked
 
 
 def assert_mixed(results: list[torch.Tensor], rounds: list[Round], dtype: torch.dtype = torch.float32) -> None:
     tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 1e-6)
-    for result, expected in zip(results, _expected(rounds, dtype), strict=True):
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = torch.stack([vector(rank, dtype) for rank in range(rounds[0].size)]).to(wide)
+    for mixing in rounds:
+        expected = mixing.matrix().to(wide) @ expected
+    for result, row in zip(results, expected, strict=True):
         assert result.dtype == dtype
-        assert torch.allclose(result.to(expected.dtype), expected, atol=tolerance)
+        assert torch.allclose(result.to(wide), row, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
@@ -358,35 +303,30 @@ def test_any_directed_graph_works_without_waiting_for_ever(thread_pool, data, si
     assert_mixed(thread_pool.run(_mix, rounds, torch.float32, size=size), rounds)
 
 
-# Differences in low precision.
-
-
-def _follow(mixing: Round, spoilt: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("spoilt", [0, 3], ids=["at the start", "later"])
+def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, spoilt):
     """Steps with a random change of the own vector in between; in one of them, rank 1 has a NaN."""
-    communicator = bagua.comm.get_default_group().global_communicator
-    rank = communicator.rank
-    exchange = primitives.DifferenceExchange(mixing, MinMaxUInt8())
-    memory = primitives.ReducerMemory(communicator, FEW, torch.float64)
-    memory.declare(exchange.state())
-    state = memory.state
-    tensor = vector(rank, torch.float64)
-    for step in range(40):
-        sound = tensor.clone()
-        if (rank, step) == (1, spoilt):
-            tensor[1] = float("nan")
-        exchange.run(tensor, communicator, state)
-        if (rank, step) == (1, spoilt):
-            assert torch.isnan(tensor[1])
-            tensor = sound
-        if step < 20:
-            tensor.add_(vector(100 * rank + step, torch.float64), alpha=0.1)
-    return {"x": tensor, **state}
-
-
-@pytest.mark.parametrize("step", [0, 3], ids=["at the start", "later"])
-def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step):
     mixing = Ring().round(3, 1)
-    results = thread_ranks(3, _follow, mixing, step)
+
+    def follow() -> dict[str, torch.Tensor]:
+        communicator = bagua.comm.get_default_group().global_communicator
+        rank, exchange = communicator.rank, primitives.DifferenceExchange(mixing, MinMaxUInt8())
+        memory = primitives.ReducerMemory(communicator, FEW, torch.float64)
+        memory.declare(exchange.state())
+        tensor = vector(rank, torch.float64)
+        for step in range(40):
+            sound = tensor.clone()
+            if (rank, step) == (1, spoilt):
+                tensor[1] = float("nan")
+            exchange.run(tensor, communicator, memory.state)
+            if (rank, step) == (1, spoilt):
+                assert torch.isnan(tensor[1])
+                tensor = sound
+            if step < 20:
+                tensor.add_(vector(100 * rank + step, torch.float64), alpha=0.1)
+        return {"x": tensor, **memory.state}
+
+    results = thread_ranks(3, follow)
     for rank, result in enumerate(results):
         assert torch.isfinite(result["x"]).all()
         known = sum(weight * results[source]["estimate"] for source, weight in mixing[rank].sources)
@@ -397,20 +337,15 @@ def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step
 def test_sixteen_bit_tensors_are_followed_in_single_precision():
     memory = primitives.ReducerMemory(solo_group().global_communicator, 3, torch.bfloat16)
     memory.declare(primitives.DifferenceExchange.state())
-    state = memory.state
-    assert state["estimate"].dtype == state["neighbours"].dtype == torch.float32
-
-
-# On processes.
+    assert memory.state["estimate"].dtype == memory.state["neighbours"].dtype == torch.float32
 
 
 def _start_all(rounds: list[Round]) -> list[torch.Tensor]:
-    group = bagua.comm.get_default_group()
-    tensors = [vector(group.rank) for _ in rounds]
-    works = [
-        primitives.neighbour_average(tensor, mixing, group.global_communicator, scratch(torch.float32), async_op=True)
-        for tensor, mixing in zip(tensors, rounds, strict=True)
-    ]
+    communicator = bagua.comm.get_default_group().global_communicator
+    tensors, works = [vector(communicator.rank) for _ in rounds], []
+    for tensor, mixing in zip(tensors, rounds, strict=True):
+        buffers = scratch(torch.float32)
+        works.append(primitives.neighbour_average(tensor, mixing, communicator, buffers, async_op=True))
     for work in works:
         if work is not None:
             work.wait()
