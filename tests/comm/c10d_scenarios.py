@@ -1,7 +1,5 @@
 """What the throw-away ranks of ``test_c10d_notices.py`` do. Prints one line per event."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

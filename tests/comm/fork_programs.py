@@ -1,6 +1,7 @@
-"""Programs whose ranks fork. Run by ``test_forks.py``, which looks at how parents and children end."""
+"""Programs whose ranks fork. Run by ``test_forks.py``, which looks at how parents and children end.
 
-from __future__ import annotations
+Children run one of the first functions. Each says a word, and goes on to its end from there.
+"""
 
 import atexit
 import gc
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ from bagua.comm import Work
 from bagua.comm.startup.default_group import holder
 from bagua.errors import CommunicationError, CommunicatorClosedError
 from bagua.parallel.module import with_bagua
+from tests.harness import in_threads
 
-DEADLINE_S = 40.0
+works: list[Work] = []
+model = torch.nn.Linear(3, 1)
 
 
 def refused(call: Callable[[], object]) -> bool:
@@ -33,9 +35,6 @@ def refused(call: Callable[[], object]) -> bool:
     except CommunicatorClosedError as error:
         return "forked" in str(error)
     return False
-
-
-# What children do. Each says a word, and goes on to its end from there.
 
 
 def end_of_script() -> None:
@@ -92,9 +91,9 @@ def refusals() -> None:
         lambda: group.connect([0, 1], "more", timeout_s=1.0),
         lambda: bagua.comm.new_group([0]),
     ]
-    told = [refused(call) for call in asked].count(True)
-    state = works[0].is_completed(), type(works[0].exception()).__name__
-    print(f"refused {told} of {len(asked)}, asked {state[0]} {state[1]}", flush=True)
+    told = sum(refused(call) for call in asked)
+    ended, error = works[0].is_completed(), type(works[0].exception()).__name__
+    print(f"refused {told} of {len(asked)}, asked {ended} {error}", flush=True)
     comm.abort("by the child")
     group.abort("by the child")
     group.close()
@@ -102,14 +101,7 @@ def refusals() -> None:
 
 def trained() -> None:
     """Another backward pass on a model of the parent's."""
-    told = [refused(lambda: train_step(model)) for _ in range(2)].count(True)
-    print(f"refused {told} of 2", flush=True)
-
-
-# What parents do.
-
-works: list[Work] = []
-model = torch.nn.Linear(3, 1)
+    print(f"refused {sum(refused(lambda: train_step(model)) for _ in range(2))} of 2", flush=True)
 
 
 def fork(child: Callable[[], None]) -> int:
@@ -124,21 +116,15 @@ def fork(child: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def fork_in_a_thread(child: Callable[[], None]) -> int:
-    """The same in another thread than the main one."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(fork, child).result()
-
-
 def fork_and_go_on(child: str) -> None:
     """Rank 0 forks while a collective and a message are under way; both complete after the child has ended."""
-    comm = bagua.comm.get_default_group().global_communicator
-    store = bagua.comm.get_default_group().store
+    group = bagua.comm.get_default_group()
+    comm, store = group.global_communicator, group.store
     tensor, message = torch.full((100_000,), 1.0), torch.zeros(1)
     if comm.rank == 0:
         works.extend([comm.allreduce(tensor, async_op=True), comm.recv(message, 1, async_op=True)])
-        name, _, thread = child.partition("@")
-        status = (fork_in_a_thread if thread else fork)(globals()[name])
+        name, _, thread = child.partition("@")  # Perhaps in another thread than the main one.
+        status = in_threads(1, lambda _: fork(globals()[name]))[0] if thread else fork(globals()[name])
         store.set(child, "")
     else:
         store.wait([child])
@@ -159,8 +145,7 @@ def average(steps: int = 60) -> None:
     """Rank 0 forks in the middle of asynchronous averaging, and both ranks end together."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    algorithm = AsyncModelAverageAlgorithm(warmup_steps=0, sync_interval_ms=1)
-    with_bagua(model, [optimizer], algorithm)
+    with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(warmup_steps=0, sync_interval_ms=1))
 
     def child() -> None:
         train_step(model)
@@ -174,8 +159,7 @@ def average(steps: int = 60) -> None:
         if step == steps // 2 and bagua.comm.get_rank() == 0:
             print("status", fork(child), flush=True)
     model.bagua_algorithm.abort(model)
-    ended = model.weight.sum() + model.bias.sum()
-    sums = torch.stack([ended, -ended])
+    sums = (model.weight.sum() + model.bias.sum()) * torch.tensor([1.0, -1.0])
     bagua.comm.get_default_group().global_communicator.allreduce(sums, bagua.comm.ReduceOp.MAX)
     print("parents together", bool(sums.sum() == 0), flush=True)
 
@@ -197,7 +181,7 @@ def leave_an_heir(how: str) -> None:
 
 
 def main(backend: str, job: str, *arguments: str) -> None:
-    bagua.comm.init_process_group(backend=backend, timeout=DEADLINE_S)
+    bagua.comm.init_process_group(backend=backend, timeout=40.0)
     bagua.comm.get_default_group().global_communicator.allreduce(torch.ones(4))
     if job == "children":
         with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.0)], GradientAllReduceAlgorithm())

@@ -1,7 +1,5 @@
 """Ranks that are threads, without groups: a communicator each, and calls with known results."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +19,10 @@ def membership(store: Any, rank: int, size: int, timeout_s: float = 20.0, label:
 
 
 def run(
-    size: int,
-    job: Callable[[Communicator], Any],
-    *,
-    transport: Callable[[Membership], Transport] = ThreadsTransport,
-    timeout_s: float = 10.0,
-    fault: FaultHook | None = None,
-    close: bool = True,
-    together: bool = False,
-    label: str = "world",
-) -> list[Any]:
+    size: int, job: Callable[[Communicator], Any], *,
+    transport: Callable[[Membership], Transport] = ThreadsTransport, timeout_s: float = 10.0,
+    fault: FaultHook | None = None, close: bool = True, together: bool = False, label: str = "world",
+) -> list[Any]:  # fmt: skip
     """What ``job(communicator)`` returned or raised on each rank.
 
     Args:
@@ -78,13 +70,9 @@ def run(
 
 
 def run_on_gloo(
-    size: int,
-    job: Callable[[Communicator], Any],
-    *,
-    backend: str = "gloo",
-    timeout_s: float = 20.0,
-    transport: Callable[[Membership], Transport] | None = None,
-) -> list[Any]:
+    size: int, job: Callable[[Communicator], Any], *,
+    backend: str = "gloo", timeout_s: float = 20.0, transport: Callable[[Membership], Transport] | None = None,
+) -> list[Any]:  # fmt: skip
     """The same on Gloo. Nobody closes what another rank still connects to, or uses."""
     made = transport or (lambda member: C10dTransport(backend, member))
     return run(size, job, transport=made, timeout_s=timeout_s, together=True, label="test")

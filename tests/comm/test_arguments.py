@@ -1,7 +1,5 @@
 """What needs no rank: checks, memory that tensors share, timeouts, and the bits of a division."""
 
-from __future__ import annotations
-
 import copy
 import math
 from datetime import timedelta
@@ -23,8 +21,7 @@ LAYOUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), min_size=0, 
 @given(LAYOUTS)
 def test_overlap_is_what_counting_addresses_says(layout):
     shape, strides = [size for size, _ in layout], [stride for _, stride in layout]
-    memory = torch.arange(1 + sum(4 * stride for stride in strides))
-    view = memory.as_strided(shape, strides)
+    view = torch.arange(1 + sum(4 * stride for stride in strides)).as_strided(shape, strides)
     addresses = view.flatten().tolist()
     assert overlaps_itself(view) == (len(set(addresses)) < len(addresses))
 
@@ -58,9 +55,8 @@ def test_dividing_gives_the_bits_of_a_division(dtype, by):
     real = torch.tensor(0, dtype=dtype).abs().dtype
     limits = torch.finfo(real)
     special = torch.tensor([0.0, -0.0, limits.tiny, limits.smallest_normal * 1.5, limits.max, limits.eps, torch.inf])
-    total = torch.cat(
-        [special.to(dtype), limits.tiny * torch.randn(20, dtype=real).to(dtype), torch.randn(20).to(dtype)]
-    )
+    tiny, usual = limits.tiny * torch.randn(20, dtype=real), torch.randn(20)
+    total = torch.cat([part.to(dtype) for part in (special, tiny, usual)])
     expected = total.clone().div_(by)
     assert divide(total, by) is total
     assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
@@ -97,7 +93,7 @@ def test_what_is_of_another_type_is_shown_beside_what_is_expected(expected, wron
     assert repr(wrong) in str(caught.value)
 
 
-def test_a_value_out_of_its_range_has_the_right_type():
+def test_a_value_out_of_its_range_has_the_right_type_and_choices_are_named():
     for check in (
         lambda: check_whole(1, size=0),
         lambda: check_numbers(_positive, "> 0", size=0),
@@ -108,9 +104,6 @@ def test_a_value_out_of_its_range_has_the_right_type():
         with pytest.raises(ConfigurationError, match=r"^size must be .*, not \w+$") as caught:
             check()
         assert not isinstance(caught.value, TypeError)
-
-
-def test_choices_are_named():
     with pytest.raises(ConfigurationError, match=r"^side must be 'left' or 'right', not 'up'$"):
         check_choice(("left", "right"), side="up")
 

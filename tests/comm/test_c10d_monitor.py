@@ -1,12 +1,11 @@
 """Works on CUDA streams, which no host thread waits for: on a backend that only pretends."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,15 +14,18 @@ from torch.distributed import HashStore
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.c10d import handles
 from bagua.comm.transports.c10d import torch_transport as c10d
-from bagua.comm.transports.c10d.groups import BackendGroup, NcclGroup
+from bagua.comm.transports.c10d.groups import NcclGroup
 from bagua.comm.transports.c10d.handles import Monitor, StreamWatch
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
 from bagua.comm.transports.failure import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import membership
-from tests.harness import until
+from tests.harness import in_threads, until
+
+NO_FAILURES: Any = SimpleNamespace(broken=False, peers_left=lambda: False)
 
 
+@dataclass(eq=False)
 class StreamWork:
     """A work whose wait makes a stream wait, and returns at once.
 
@@ -33,11 +35,9 @@ class StreamWork:
     """
 
     let_go: ClassVar[list[str]] = []
-
-    def __init__(self) -> None:
-        self.completed = False
-        self.waits = 0
-        self.meanwhile: Callable[[], object] = lambda: None
+    completed: bool = False
+    waits: int = 0
+    meanwhile: Callable[[], object] = bool
 
     def __del__(self) -> None:
         self.let_go.append(threading.current_thread().name)
@@ -83,11 +83,10 @@ class StreamGroup(NcclGroup):
 
 
 class Rank:
-    """One rank of a communicator of two on the pretended backend."""
-
     def __init__(self, rank: int, store: HashStore) -> None:
         self.transport = C10dTransport("gloo", membership(store, rank, 2, timeout_s=20.0))
         self.comm = Communicator(self.transport, 20.0)
+        # Held here, so that no other thread lets go of its works.
         self.backend: StreamBackend = self.transport._default.group.group
 
 
@@ -99,33 +98,29 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> Any:
     quick.stop()
 
 
+rank = pytest.fixture(lambda ranks: ranks[0])
+
+
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> Any:
-    def create(name: str, members: Any) -> BackendGroup:
-        return StreamGroup(name, members.store, members)
-
-    monkeypatch.setattr(c10d, "create_group", create)
+    monkeypatch.setattr(c10d, "create_group", lambda name, members: StreamGroup(name, members.store, members))
     store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        pair = list(threads.map(lambda rank: Rank(rank, store), range(2)))
+    pair = in_threads(2, lambda rank: Rank(rank, store))
     yield pair
     for rank in pair:
         rank.comm.close()
 
 
-def test_the_host_does_not_wait(ranks: list[Rank]) -> None:
-    rank = ranks[0]
+def test_the_host_does_not_wait(rank: Rank) -> None:
     assert rank.comm.executor == "stream"
     rank.comm.allreduce(torch.ones(2))
-    work = rank.comm.allreduce(torch.ones(2), async_op=True)
-    work.wait()
+    rank.comm.allreduce(torch.ones(2), async_op=True).wait()
     assert [started.waits for started in rank.backend.works] == [1, 1]
     assert not any(started.completed for started in rank.backend.works)
     assert rank.comm.usable
 
 
-def test_a_wait_with_a_timeout_does_block(ranks: list[Rank]) -> None:
-    rank = ranks[0]
+def test_a_wait_with_a_timeout_does_block(rank: Rank) -> None:
     work = rank.comm.allreduce(torch.ones(2), async_op=True)
     threading.Timer(0.1, setattr, [rank.backend.works[0], "completed", True]).start()
     work.wait(10.0)
@@ -137,18 +132,14 @@ def test_a_wait_with_a_timeout_does_block(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_deadline_breaks_the_communicator_and_the_wait_or_the_next_call_says_so(
-    ranks: list[Rank], waits: bool
-) -> None:
-    rank = ranks[0]
+def test_a_deadline_breaks_the_communicator_and_the_wait_or_the_next_call_says_so(rank: Rank, waits: bool) -> None:
     work = rank.comm.allreduce(torch.ones(2), async_op=waits, timeout=0.05)
     until(lambda: rank.backend.ended == ["abort"])
     with pytest.raises(CollectiveTimeoutError) as caught:
         work.wait() if waits else rank.comm.broadcast(torch.ones(3), 0)
-    assert (caught.value.timeout_s, caught.value.peers) == (0.05, (1,))
-    assert (caught.value.call, caught.value.sequence) == ("#1 allreduce(2 x float32, sum)", 1), (
-        "not the call that raises"
-    )
+    error = caught.value  # It tells of the call that is late, not of the one that raises.
+    assert (error.timeout_s, error.peers) == (0.05, (1,))
+    assert (error.call, error.sequence) == ("#1 allreduce(2 x float32, sum)", 1)
     with pytest.raises(CommunicatorClosedError):
         rank.comm.allreduce(torch.ones(2))
 
@@ -164,11 +155,10 @@ def test_the_reason_of_a_peer_that_left_reaches_the_next_call(ranks: list[Rank])
 
 def test_the_monitor_never_drops_a_work_itself(monitor: Monitor) -> None:
     """To drop one may wait for the device, which waits for a call that nobody but the monitor would end."""
-    failures: Any = SimpleNamespace(broken=False, peers_left=lambda: False)
     StreamWork.let_go.clear()
     for _ in range(20):
         work = StreamWork()
-        monitor.watch(StreamWatch(failures, (work,), 20.0))
+        monitor.watch(StreamWatch(NO_FAILURES, (work,), 20.0))
         work.completed = True
         del work
         until(lambda: not monitor._watched)
@@ -176,36 +166,39 @@ def test_the_monitor_never_drops_a_work_itself(monitor: Monitor) -> None:
     assert len(StreamWork.let_go) == 19, "the last one is let go by the next call"
 
 
-def test_a_call_that_is_ended_while_it_holds_the_host_says_so(ranks: list[Rank]) -> None:
+def test_a_call_that_is_ended_while_it_holds_the_host_says_so(rank: Rank) -> None:
     """As a barrier of NCCL does."""
-    rank = ranks[0]
     work = rank.comm.allreduce(torch.ones(2), async_op=True, timeout=0.05)
     rank.backend.works[0].meanwhile = lambda: until(lambda: rank.backend.ended == ["abort"])
     with pytest.raises(CollectiveTimeoutError):
         work.wait()
 
 
-# The first call connects ranks, which holds the host.
-
-
 @pytest.fixture
 def late_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Their first call connects them, which holds the host."""
     monkeypatch.setattr(StreamGroup, "connects_late", True)
     return request.getfixturevalue("ranks")
 
 
-CALLS: dict[str, Callable[[Communicator, float], Any]] = {
-    "allreduce": lambda comm, timeout_s: comm.allreduce(torch.ones(2), async_op=True, timeout=timeout_s),
-    "recv": lambda comm, timeout_s: comm.recv(torch.ones(2), 1, async_op=True, timeout=timeout_s),
-}
+def allreduce(comm: Communicator, timeout_s: float = 60.0) -> None:
+    comm.allreduce(torch.ones(2), async_op=True, timeout=timeout_s)
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_a_rank_that_never_comes_to_the_first_call_is_named(late_ranks: list[Rank], kind: str) -> None:
+def message(comm: Communicator, timeout_s: float = 60.0) -> None:
+    move = comm.send if comm.rank == 1 else comm.recv
+    move(torch.ones(2), 1 - comm.rank, async_op=True, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(("call", "all_met"), [(allreduce, False), (message, False), (message, True)])
+def test_a_rank_that_never_comes_to_the_first_call_is_named(late_ranks: list[Rank], call: Any, all_met: bool) -> None:
+    """Also one that does not come to the first message of a pair after all have met."""
+    if all_met:
+        in_threads(2, lambda number: allreduce(late_ranks[number].comm))
     with pytest.raises(CollectiveTimeoutError) as caught:
-        CALLS[kind](late_ranks[0].comm, 0.2)
+        call(late_ranks[0].comm, 0.2)
     assert caught.value.peers == (1,)
-    assert late_ranks[0].backend.works == [], "nothing of torch's was started, where no deadline counts"
+    assert len(late_ranks[0].backend.works) == all_met, "nothing of torch's was started, where no deadline counts"
     assert not late_ranks[0].comm.usable
 
 
@@ -215,31 +208,17 @@ def test_a_rank_that_left_before_the_first_call_ends_it(late_ranks: list[Rank]) 
         late_ranks[0].comm.allreduce(torch.ones(2), timeout=60.0)
 
 
-def on_both(ranks: list[Rank], *calls: Callable[[Communicator, float], Any]) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        for started in [threads.submit(call, rank.comm, 60.0) for rank, call in zip(ranks, calls, strict=True)]:
-            started.result(60.0)
-
-
 def test_ranks_meet_once_for_all_and_once_for_each_pair(
     late_ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_both(late_ranks, CALLS["allreduce"], CALLS["allreduce"])
-    on_both(late_ranks, CALLS["recv"], lambda comm, _: comm.send(torch.ones(2), 0, async_op=True))
+    for call in (allreduce, message):
+        in_threads(2, lambda number, call=call: call(late_ranks[number].comm))
     monkeypatch.setattr(c10d, "wait_for_keys", None)  # It is not called again.
-    for call in CALLS.values():
-        call(late_ranks[0].comm, 60.0)
+    for call in (allreduce, message):
+        call(late_ranks[0].comm)
 
 
-def test_a_pair_meets_although_all_have_met(late_ranks: list[Rank]) -> None:
-    on_both(late_ranks, CALLS["allreduce"], CALLS["allreduce"])
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        CALLS["recv"](late_ranks[0].comm, 0.2)
-    assert caught.value.peers == (1,)
-
-
-def test_closing_shuts_the_backend_down_and_does_not_wait_for_others(ranks: list[Rank]) -> None:
-    rank = ranks[0]
+def test_closing_shuts_the_backend_down_and_does_not_wait_for_others(rank: Rank) -> None:
     rank.comm.allreduce(torch.ones(2))
     rank.backend.works[0].completed = True
     rank.backend.others_close.clear()
@@ -265,14 +244,10 @@ def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) ->
 
 
 def test_a_monitor_that_found_no_thread_looks_for_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monitor, work = Monitor(poll_s=0.005), StreamWork()
-    failures: Any = SimpleNamespace(broken=False, peers_left=lambda: False)
-    call = StreamWatch(failures, (work,), 20.0)
+    call = StreamWatch(NO_FAILURES, (work,), 20.0)
     with monkeypatch.context() as short:
-        short.setattr(threading.Thread, "start", none_left)
+        short.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError, match="thread"):
             monitor.watch(call)
     work.completed = True

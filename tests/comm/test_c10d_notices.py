@@ -1,15 +1,14 @@
 """How ranks find out who is lost when a connection breaks: mailboxes, and what follows from what is found in them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import FileStore, HashStore
@@ -19,6 +18,7 @@ from bagua.comm import addresses
 from bagua.comm.transports import failure as c10d_notices
 from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import Cause, FailureFinder, Findings, Mailbox, ended_error, lost_error
+from tests.harness import in_threads
 from tests.launching import PATIENCE_S, launched
 
 RANKS = (4, 5, 6, 7)
@@ -36,8 +36,7 @@ def connected() -> Iterator[Callable[..., list[Mailbox]]]:
 
     def connect(store: Any, nodes: tuple[int, ...] | None = None, size: int = 4) -> list[Mailbox]:
         made.extend(Mailbox(membership(store, rank, size, nodes)) for rank in range(size))
-        with ThreadPoolExecutor(size) as threads:
-            list(threads.map(Mailbox.meet, made))
+        in_threads(size, lambda rank: made[rank].meet())
         return made
 
     yield connect
@@ -45,9 +44,7 @@ def connected() -> Iterator[Callable[..., list[Mailbox]]]:
         box.close()
 
 
-@pytest.fixture
-def boxes(connected: Callable[..., list[Mailbox]]) -> list[Mailbox]:
-    return connected(HashStore())
+boxes = pytest.fixture(lambda connected: connected(HashStore()))
 
 
 def test_the_first_cause_that_comes_is_kept(boxes: list[Mailbox]) -> None:
@@ -109,19 +106,16 @@ def test_other_hosts_are_reached_by_the_address_that_gloo_takes(
     assert boxes[0].cause() == CAUSE
 
 
-@pytest.mark.parametrize("text", [b"", b"x", b"\xff\n{}", b'wrong\n{"rank": 1, "cause": null}', b"x" * 20_000])
-def test_what_strangers_write_is_not_read_as_a_notice(boxes: list[Mailbox], text: bytes) -> None:
-    with socket.create_connection(boxes[0]._listener.getsockname()) as stranger:
-        stranger.sendall(text)
-    assert boxes[0].cause() is None
-    assert boxes[0]._unheard() == [1, 2, 3]
+SPOILT = [b"", b"[]", b"{}", b'{"rank": 1, "cause": [1]}', b'{"rank": "x", "cause": null}']
+STRANGE = [b"", b"x", b"\xff\n{}", b'wrong\n{"rank": 1, "cause": null}', b"x" * 20_000]
 
 
-@pytest.mark.parametrize("notice", [b"", b"[]", b"{}", b'{"rank": 1, "cause": [1]}', b'{"rank": "x", "cause": null}'])
-def test_a_spoilt_notice_is_no_cause(boxes: list[Mailbox], notice: bytes) -> None:
+@pytest.mark.parametrize(("knows", "text"), [*product([True], SPOILT), *product([False], STRANGE)])
+def test_what_is_spoilt_or_comes_from_strangers_is_no_cause(boxes: list[Mailbox], knows: bool, text: bytes) -> None:
     with socket.create_connection(boxes[0]._listener.getsockname()) as sender:
-        sender.sendall(boxes[0]._token.encode() + b"\n" + notice)
+        sender.sendall(boxes[0]._token.encode() + b"\n" + text if knows else text)
     assert boxes[0].cause() is None
+    assert knows or boxes[0]._unheard() == [1, 2, 3]
 
 
 def test_a_notice_that_comes_in_pieces_is_read_when_it_is_whole(boxes: list[Mailbox]) -> None:
@@ -135,28 +129,22 @@ def test_a_notice_that_comes_in_pieces_is_read_when_it_is_whole(boxes: list[Mail
 @pytest.mark.parametrize("reason", ["it read data-\udcff.bin", "it failed: " + "ä" * 10_000])
 def test_any_reason_can_be_told(boxes: list[Mailbox], reason: str) -> None:
     boxes[1].tell(CAUSE._replace(reason=reason))
-    told = boxes[0].cause()
-    assert told.reason.startswith(reason[:9])
+    assert boxes[0].cause().reason.startswith(reason[:9])
 
 
 def test_closing_twice_and_telling_after_the_end(boxes: list[Mailbox]) -> None:
     boxes[0].close()
     boxes[0].close()
     boxes[0].tell(CAUSE)
-    assert boxes[0].cause() is None
-    assert boxes[1].cause() == CAUSE
+    assert [box.cause() for box in boxes[:2]] == [None, CAUSE]
 
 
 def test_ranks_find_each_other_through_a_file(connected: Callable[..., list[Mailbox]], tmp_path: Path) -> None:
-    boxes = connected(FileStore(str(tmp_path / "store"), 2), size=2)
-    assert boxes[0].look() == Findings(silent=(5,))
+    assert connected(FileStore(str(tmp_path / "store"), 2), size=2)[0].look() == Findings(silent=(5,))
 
 
 def test_no_socket_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(c10d_notices, "listen", refuse)
+    monkeypatch.setattr(c10d_notices, "listen", Mock(side_effect=OSError(24, "Too many open files")))
     with pytest.raises(errors.TransportUnavailableError, match="Too many open files"):
         Mailbox(membership(HashStore(), 0))
 
@@ -171,35 +159,30 @@ def test_meeting_names_who_is_missing() -> None:
     box.close()
 
 
-# What follows.
-
 BROKEN = RuntimeError("Connection closed by peer\nException raised from ...")
 
 
 @pytest.mark.parametrize(
-    ("found", "peers", "silent", "words"),
+    ("found", "lost_and_silent", "words"),
     [
-        (Findings(CAUSE, silent=(6,)), (7,), (), "lost rank 7: it had enough"),
-        (Findings(CAUSE._replace(culprit=4)), (5,), (), "lost rank 5: it gave up rank 4: it had enough"),
-        (Findings(lost=(6,), silent=(5,)), (6,), (), "lost rank 6: it ended, or closed its communicator"),
-        (Findings(lost=(6, 7)), (6, 7), (), "lost ranks 6, 7: they ended"),
-        (Findings(silent=(5, 6)), (), (5, 6), "no rank is known to be lost: Connection closed by peer"),
+        (Findings(CAUSE, silent=(6,)), ((7,), ()), "lost rank 7: it had enough"),
+        (Findings(CAUSE._replace(culprit=4)), ((5,), ()), "lost rank 5: it gave up rank 4: it had enough"),
+        (Findings(lost=(6,), silent=(5,)), ((6,), ()), "lost rank 6: it ended, or closed its communicator"),
+        (Findings(lost=(6, 7)), ((6, 7), ()), "lost ranks 6, 7: they ended"),
+        (Findings(silent=(5, 6)), ((), (5, 6)), "no rank is known to be lost: Connection closed by peer"),
     ],
 )
-def test_what_a_lost_connection_meant(
-    found: Findings, peers: tuple[int, ...], silent: tuple[int, ...], words: str
-) -> None:
+def test_what_a_lost_connection_meant(found: Findings, lost_and_silent: tuple[Any, Any], words: str) -> None:
     error = lost_error(BROKEN, found, 4, 1.0, 10.0)
     assert type(error) is errors.PeerLostError
-    assert (error.peers, error.silent) == (peers, silent)
+    assert (error.peers, error.silent) == lost_and_silent
     assert words in str(error)
     assert str(error).count("lost rank") <= 1
 
 
 @pytest.mark.parametrize("late", [(5,), (0, 4, 12)])
 def test_who_came_late_is_told_alike_on_all_ranks(late: tuple[int, ...]) -> None:
-    first = errors.CollectiveTimeoutError.of(late, 2.5, 7)
-    culprit, reason = errors.blame(first, 7, "a call")
+    culprit, reason = errors.blame(errors.CollectiveTimeoutError.of(late, 2.5, 7), 7, "a call")
     for rank in (7, *late):
         told = errors.relayed(culprit, reason, rank, teller=7)
         assert type(told) is errors.CollectiveTimeoutError
@@ -212,81 +195,64 @@ def test_a_call_after_the_end_names_who_ended_it() -> None:
     assert type(ended_error(CAUSE, 7)) is errors.CommunicatorClosedError
 
 
-@pytest.fixture
-def no_descriptor_left() -> Iterator[None]:
+def test_too_many_open_files_end_no_rank_with_another_error(boxes: list[Mailbox]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_too_many_open_files_end_no_rank_with_another_error(
-    boxes: list[Mailbox], request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue("no_descriptor_left")  # After the mailboxes were made.
-    boxes[0].tell(CAUSE)
-    assert boxes[0].look().lost == ()
+    try:
+        boxes[0].tell(CAUSE)
+        assert boxes[0].look().lost == ()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_connections_close_though_no_notice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(Mailbox, "tell", no_memory)
-    ended: list[str] = []
-    finder = FailureFinder(membership(HashStore(), 0, 1), lambda: ended.append("disconnected"), bool)
+    monkeypatch.setattr(Mailbox, "tell", Mock(side_effect=MemoryError))
+    disconnect = Mock()
+    finder = FailureFinder(membership(HashStore(), 0, 1), disconnect, bool)
     with pytest.raises(MemoryError):
         finder.abort("it had enough")
-    assert ended == ["disconnected"]
+    assert disconnect.call_count == 1
     finder.close()
 
 
-@pytest.mark.parametrize(("listens", "expected"), [("fd00::8", "fd00::8"), ("", "127.0.0.1")])
-def test_a_host_without_ipv4_has_an_address_of_ipv6(
-    listens: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_ipv4(_: str) -> str:
-        raise socket.gaierror
-
+@pytest.mark.parametrize("listens", ["fd00::8", None])
+def test_a_host_without_ipv4_has_an_address_of_ipv6(listens: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def listen(host: str) -> socket.socket:
         if host != listens:
             raise OSError
         return socket.socket()
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostbyname", no_ipv4)
+    monkeypatch.setattr(socket, "gethostbyname", Mock(side_effect=socket.gaierror))
     found = ["::1", "fe80::1%eth0", "fd00::8"]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(10, 1, 6, "", (host, 0, 0, 0)) for host in found])
     monkeypatch.setattr(addresses, "listen", listen)
-    assert addresses.own_address() == expected
+    assert addresses.own_address() == (listens or "127.0.0.1")
 
 
 def test_the_addresses_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = [
-        "00000000000000000000000000000001 01 80 10 80       lo",
-        "fe800000000000000000000000000001 02 40 20 80     eth0",
-        "fd000000000000000000000000000008 02 40 00 80     eth0",
-        "fd000000000000000000000000000009 03 40 00 80     eth1",
-    ]
-    (tmp_path / "if_inet6").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(addresses, "Path", lambda _: tmp_path / "if_inet6")
-    assert addresses._addresses_of_ipv6("eth0") == ["fd00::8"]
-    assert addresses._addresses_of_ipv6("lo") == []
+    file = tmp_path / "if_inet6"
+    file.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000008 02 40 00 80     eth0\n"
+        "fd000000000000000000000000000009 03 40 00 80     eth1\n"
+    )
+    monkeypatch.setattr(addresses, "Path", lambda _: file)
+    assert [addresses._addresses_of_ipv6(device) for device in ("eth0", "lo")] == [["fd00::8"], []]
 
 
 #: What C++ says when it kills the process at exit.
 LAST_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault")
 #: For each scenario of ``c10d_scenarios.py`` what ranks say.
 SCENARIOS = {
-    "interrupted": {
-        1: ("KeyboardInterrupt", "soon=True"),
-        0: ("PeerLostError soon=True lost rank 1: it left", "KeyboardInterrupt"),
-    },
+    "interrupted": {1: ("KeyboardInterrupt", "soon=True"),
+                    0: ("PeerLostError soon=True lost rank 1: it left", "KeyboardInterrupt")},
     "late_writes": {0: ("untouched True", "CollectiveTimeoutError")},
     "leaves_with_calls_under_way": dict.fromkeys((0, 1), ("ready",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.gloo

@@ -1,6 +1,6 @@
 """The transports of this project, and those from outside of it, against the contract that all transports share."""
 
-from __future__ import annotations
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from bagua.comm.transports import registry
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 from bagua.testing import ProcessRanks, ThreadRanks
+from tests.contract.exercises import communicator
 from tests.contract.transports import TransportContract
 from tests.versions import nccl_ranks
 
@@ -18,29 +19,21 @@ from tests.versions import nccl_ranks
 @pytest.mark.threads
 class TestThreads(TransportContract):
     sizes = (2, 3, 5)
-
-    @pytest.fixture
-    def pool(self):
-        return ThreadRanks(5)
+    pool = pytest.fixture(lambda self: ThreadRanks(5))
 
 
 @pytest.mark.solo
 class TestSolo(TransportContract):
     sizes = (1,)
     can_lose_ranks = False
-
-    @pytest.fixture
-    def pool(self):
-        return ProcessRanks(1, backend="solo")
+    pool = pytest.fixture(lambda self: ProcessRanks(1, backend="solo"))
 
 
 @pytest.mark.shm
 class TestShm(TransportContract):
     """The collectives are those of threads, which run with five ranks, too."""
 
-    @pytest.fixture
-    def pool(self):
-        return ProcessRanks(3, backend="shm")
+    pool = pytest.fixture(lambda self: ProcessRanks(3, backend="shm"))
 
 
 @pytest.mark.gloo
@@ -48,10 +41,7 @@ class TestGloo(TransportContract):
     compares_calls = False
     matches_in_order = False
     adds_in_float32 = False
-
-    @pytest.fixture
-    def pool(self):
-        return ProcessRanks(3, backend="gloo")
+    pool = pytest.fixture(lambda self: ProcessRanks(3, backend="gloo"))
 
 
 @pytest.mark.gloo
@@ -60,10 +50,7 @@ class TestGlooWithDebugChecks(TransportContract):
     compares_messages = False
     matches_in_order = False
     adds_in_float32 = False
-
-    @pytest.fixture
-    def pool(self):
-        return ProcessRanks(3, backend="gloo", environment={"BAGUA_DEBUG": "1"})
+    pool = pytest.fixture(lambda self: ProcessRanks(3, backend="gloo", environment={"BAGUA_DEBUG": "1"}))
 
 
 @pytest.mark.nccl
@@ -85,8 +72,6 @@ class TestNccl(TransportContract):
 
 
 class Outside(ThreadsTransport):
-    """A transport of somebody else, for whom calls are not compared."""
-
     compares_calls = False
 
 
@@ -107,34 +92,23 @@ def test_a_name_belongs_to_one_factory() -> None:
 
 
 def test_the_refusal_of_a_transport_is_an_error_on_all_ranks() -> None:
-    reason = TransportUnavailableError("there is no cable")
-    register_transport("unplugged", Outside, refusal=lambda: reason)
-    outcomes = ThreadRanks(2, backend="unplugged").outcomes(bagua.comm.get_rank)
-    for outcome in outcomes:
+    register_transport("unplugged", Outside, refusal=lambda: TransportUnavailableError("there is no cable"))
+    for outcome in ThreadRanks(2, backend="unplugged").outcomes(bagua.comm.get_rank):
         assert isinstance(outcome.error, TransportUnavailableError)
         assert "no cable" in str(outcome.error)
 
 
-def compare() -> BaseException:
-    comm = bagua.comm.get_default_group().global_communicator
-    comm.allreduce(torch.ones(2))
-    with pytest.raises(CollectiveMismatchError, match=r".") as caught:
-        comm.allreduce(torch.ones(2 + comm.rank))
-    return caught.value
-
-
 def test_calls_are_compared_with_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare() -> None:
+        communicator().allreduce(torch.ones(2))
+        with pytest.raises(CollectiveMismatchError, match=r"."):
+            communicator().allreduce(torch.ones(2 + communicator().rank))
+
     monkeypatch.setenv("BAGUA_DEBUG", "1")
-    compared = []
-
-    class Checked(registry.CheckedTransport):
-        def __init__(self, *arguments: object) -> None:
-            compared.append(True)
-            super().__init__(*arguments)
-
-    monkeypatch.setattr(registry, "CheckedTransport", Checked)
+    checked = Mock(wraps=registry.CheckedTransport)
+    monkeypatch.setattr(registry, "CheckedTransport", checked)
     ThreadRanks(2, backend="outside").run(compare)
-    assert compared
+    assert checked.called
 
 
 def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +119,9 @@ def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: p
             closed.append(self.rank)
             super().close()
 
-    def unable(*_: object) -> None:
-        raise TransportUnavailableError("no place beside it")
-
     register_transport("alone", Closing)
     monkeypatch.setenv("BAGUA_DEBUG", "1")
-    monkeypatch.setattr(registry, "C10dTransport", unable)
+    monkeypatch.setattr(registry, "C10dTransport", Mock(side_effect=TransportUnavailableError("no place beside it")))
     for outcome in ThreadRanks(2, backend="alone").outcomes(bagua.comm.get_rank):
         assert "no place beside it" in str(outcome.error)
     assert set(closed) == {0, 1}

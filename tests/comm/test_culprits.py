@@ -3,8 +3,6 @@
 The contract of transports lets a rank die in each kind of call. Here each rank dies once, on several hosts, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -140,23 +138,14 @@ def inside_a_host(victim: int) -> PeerLostError | None:
 
 
 class Moment(NamedTuple):
-    """When ranks die.
-
-    Attributes:
-        function: gives the error of a survivor, or None; gets the victim, and the arguments.
-        arguments: more of its arguments.
-        victims: ranks of which one dies at a time.
-        hosts: only on these.
-        processes: whether ranks must be processes.
-        told: ranks whose error is looked at; by default all that survive.
-    """
+    """When ranks die. ``function(victim, *arguments)`` gives the error of a survivor, or None."""
 
     function: Callable[..., PeerLostError | None]
     arguments: tuple[object, ...] = ()
-    victims: Sequence[int] = range(SIZE)
-    hosts: Sequence[list[int]] = ([4], [2, 2], [1, 3])
-    processes: bool = False
-    told: Sequence[int] = range(SIZE)
+    victims: Sequence[int] = range(SIZE)  # One of them dies at a time.
+    hosts: Sequence[list[int]] = ([4], [2, 2], [1, 3])  # Only on these.
+    processes: bool = False  # Whether ranks must be processes.
+    told: Sequence[int] = range(SIZE)  # Ranks whose error is looked at, if they survive.
 
 
 MOMENTS = {
@@ -226,19 +215,17 @@ def test_a_rank_that_dies_while_it_is_sent_to_is_noticed_long_before_the_deadlin
 def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
     """Whom rank 0 names while it sends; rank 2 closes when it has its part, or rank 0 sends; rank 1 is late."""
     group, data = bagua.comm.get_default_group().duplicate(), torch.ones(4_000_000)
-    comm = group.global_communicator
+    comm, lost = group.global_communicator, ()
     comm.barrier()
     if comm.rank == 0:
         work = comm.broadcast(data, 0, async_op=True, timeout=600.0)
         say("sent")
-        lost: tuple[int, ...] = ()
         try:
             work.wait()
         except PeerLostError as error:
             lost = error.peers
         say("over")
-        return lost
-    if comm.rank == 2:
+    elif comm.rank == 2:
         wait_until_said("sent", 1)
         if took_part:
             comm.broadcast(data, 0)
@@ -250,7 +237,7 @@ def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
         with contextlib.nullcontext() if took_part else contextlib.suppress(PeerLostError):
             comm.broadcast(data, 0)
         wait_until_said("over", 1)
-    return ()
+    return lost
 
 
 @pytest.mark.gloo
@@ -259,19 +246,20 @@ def test_who_closed_without_its_part_is_missed_long_before_the_deadline(took_par
     assert ProcessRanks(3, backend="gloo").run(beside_one_that_left, took_part) == [lost, (), ()]
 
 
-def broadcast_last(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    bagua.comm.init_process_group(backend="gloo", timeout=60.0)
-    communicator().barrier()
-    if rank == 1:
-        time.sleep(2.5)
-    communicator().broadcast(torch.ones(4_000_000), 0)
-
-
 def in_a_forked_child(port: int) -> int | None:
     """Exit status of a process that multiprocessing forks: it ends without a word, and never comes to ``atexit``."""
+    rank = this_rank.get().rank
+
+    def broadcast_last() -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        bagua.comm.init_process_group(backend="gloo", timeout=60.0)
+        communicator().barrier()
+        if rank == 1:
+            time.sleep(2.5)
+        communicator().broadcast(torch.ones(4_000_000), 0)
+
     multiprocessing.current_process()._config["daemon"] = False  # Such a process may have no children.
-    child = multiprocessing.get_context("fork").Process(target=broadcast_last, args=(this_rank.get().rank, port))
+    child = multiprocessing.get_context("fork").Process(target=broadcast_last)
     child.start()
     child.join(60)
     return child.exitcode

@@ -1,7 +1,5 @@
 """Ranks that ask for different calls, or wait for each other in them, say so long before the deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -32,16 +30,18 @@ from tests.comm.memory_ranks import run_on_gloo, values
 from tests.comm.test_memory_failures import LEGAL
 from tests.harness import mlp, sgd, train_steps
 
+#: Taken once: ranks that are threads are impatient at the same time.
+PATIENT = long_wait.FIRST_WARNING_S, long_wait.LOOK_S
+
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """The first warning comes soon, and looks follow one another quickly."""
-    before = long_wait.FIRST_WARNING_S, long_wait.LOOK_S
     long_wait.FIRST_WARNING_S, long_wait.LOOK_S = 0.2, 0.1
     try:
         yield
     finally:
-        long_wait.FIRST_WARNING_S, long_wait.LOOK_S = before
+        long_wait.FIRST_WARNING_S, long_wait.LOOK_S = PATIENT
 
 
 def error_of(program: Callable[[], object]) -> BaguaError:
@@ -122,22 +122,17 @@ def busy_elsewhere() -> float:
     """Rank 0 waits; a thread of rank 1 waits for rank 0 on another group, while rank 1 computes, and comes late."""
     group = bagua.comm.get_default_group()
     comm, other = group.global_communicator, group.duplicate().global_communicator
-    tensor, found = torch.ones(1), list[torch.Tensor]()
-
-    def beside() -> None:
-        other.allreduce(torch.ones(1))
-        found.append(torch.ones(1))
-
+    tensor = torch.ones(1)
     with impatient():
         if group.rank:
-            thread = threading.Thread(target=beside)
+            thread = threading.Thread(target=other.allreduce, args=(torch.ones(1),))
             thread.start()
             thread.join(1.5)  # Many looks.
             comm.allreduce(tensor)
             thread.join()
         else:
             comm.allreduce(tensor)
-            beside()
+            other.allreduce(torch.ones(1))
     return float(tensor)
 
 
@@ -213,20 +208,15 @@ def ended(play: Play) -> list[int]:
     """How many calls of each rank end, if none is ever given up."""
     begun = [[] for _ in play.programs]  # The calls that each rank has begun.
     over = [0] * len(play.programs)
-    moved = True
-    while moved:
-        moved = False
+    for _ in range(2 * sum(map(len, play.programs))):  # In each pass a call begins or ends, if one can.
         for rank, program in enumerate(play.programs):
             if over[rank] == len(begun[rank]) < len(program):
                 begun[rank].append(program[over[rank]])
-                moved = True
             elif over[rank] < len(begun[rank]):
                 one = begun[rank][-1][0]
                 number = len(kinds_on(one, begun[rank]))
                 there = [kinds_on(one, begun[other])[number - 1 : number] for other in play.members[one]]
-                if all(kinds == [begun[rank][-1][1]] for kinds in there):
-                    over[rank] += 1
-                    moved = True
+                over[rank] += all(kinds == [begun[rank][-1][1]] for kinds in there)
     return over
 
 
@@ -241,10 +231,10 @@ def reports(play: Play, over: list[int]) -> dict[int, Standstill]:
         begun = program[: over[rank] + 1]
         if over[rank] < len(program):
             one, kind = program[over[rank]]
-            counts = {str(number): len(kinds_on(number, begun)) for number in range(len(play.members))}
+            mine = [number for number, members in enumerate(play.members) if rank in members]
+            counts = {str(number): len(kinds_on(number, begun)) for number in mine}
             waits = (AwaitedCall(str(one), counts[str(one)], tuple(play.members[one]), "a call", (kind,)),)
-            mine = [str(number) for number, members in enumerate(play.members) if rank in members]
-            found[rank] = Standstill(len(begun), waits, {number: counts[number] for number in mine})
+            found[rank] = Standstill(len(begun), waits, counts)
     return found
 
 
@@ -305,16 +295,12 @@ def checked(member: Membership) -> Transport:
 @pytest.mark.parametrize(
     "ways",
     [
-        ("isend recv wait", "isend recv wait"),
-        ("irecv send wait", "irecv send wait"),
-        ("sendrecv", "irecv isend wait"),
-        ("sendrecv", "recv send"),
-        # What rank 1 tells first is not what rank 0 waits for first.
-        ("recv send", "irecv isend wait_backwards"),
-        ("recv_any send", "irecv send wait"),
+        ("isend recv wait", "isend recv wait"), ("irecv send wait", "irecv send wait"),
+        ("sendrecv", "irecv isend wait"), ("sendrecv", "recv send"), ("recv_any send", "irecv send wait"),
+        ("recv send", "irecv isend wait_backwards"),  # What rank 1 tells first is not what rank 0 waits for first.
     ],
     ids=" and ".join,
-)
+)  # fmt: skip
 def test_ranks_may_exchange_in_ways_of_their_own(ways: tuple[str, str]) -> None:
     def program(comm: Communicator) -> list[float]:
         tensor, mine, other = torch.empty(2), torch.full((2,), float(comm.rank)), 1 - comm.rank
@@ -348,14 +334,13 @@ def a_collective_is_started_before_a_message_is_awaited(comm: Communicator) -> N
     assert tensor.equal(torch.full((2,), 2.0))
 
 
+CORRECT = {**LEGAL, "a collective is started before a message": a_collective_is_started_before_a_message_is_awaited}
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    "program",
-    [*LEGAL.values(), a_collective_is_started_before_a_message_is_awaited],
-    ids=[*LEGAL, "a collective is started before a message is awaited"],
-)
-def test_a_correct_program_stays_correct(program: Callable[[Communicator], object]) -> None:
-    values(run_on_gloo(2, program, transport=checked))
+@pytest.mark.parametrize("program", CORRECT)
+def test_a_correct_program_stays_correct(program: str) -> None:
+    values(run_on_gloo(2, CORRECT[program], transport=checked))
 
 
 @pytest.mark.gloo

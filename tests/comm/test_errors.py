@@ -1,8 +1,7 @@
 """The error tree: what each class is and says, what the environment may hold, and a script that ends with one."""
 
-from __future__ import annotations
-
 import copy
+import itertools
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -21,13 +21,6 @@ import torch
 from bagua import env, errors
 from bagua.comm.startup import formation
 from bagua.comm.startup.default_group import WorldHolder, own_traceback, report_uncaught, uncaught_error
-from bagua.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicationError,
-    ConfigurationError,
-    PeerLostError,
-)
 from tests.interpreters import interpreter
 from tests.launching import REPOSITORY
 
@@ -53,23 +46,16 @@ PARENTS = {
     errors.LeftOutError: (errors.CommunicationError, ConnectionError),
 }
 FACTS = {
-    "rank": 1,
-    "call": "#7 allreduce(3 x float32, sum)",
-    "sequence": 7,
-    "peers": (0, 2),
-    "expected": "a sum",
-    "seen": "a product",
-    "elapsed_s": 1.23456,
-    "timeout_s": 5.0,
-    "history": ("#6 barrier()", "#7 allreduce(3 x float32, sum)"),
-    "advice": "Do this.",
-}
+    "rank": 1, "call": "#7 allreduce(3 x float32, sum)", "sequence": 7, "peers": (0, 2),
+    "expected": "a sum", "seen": "a product", "elapsed_s": 1.23456, "timeout_s": 5.0,
+    "history": ("#6 barrier()", "#7 allreduce(3 x float32, sum)"), "advice": "Do this.",
+}  # fmt: skip
 
 
 def example(kind):
-    if issubclass(kind, CommunicationError):
+    if issubclass(kind, errors.CommunicationError):
         return kind("it went wrong", **FACTS)
-    if issubclass(kind, ConfigurationError):
+    if issubclass(kind, errors.ConfigurationError):
         return kind("it cannot be", argument="size", expected=">= 1", seen=0, advice="Do this.")
     return kind("it went wrong", advice="Do this.")
 
@@ -79,26 +65,18 @@ def test_the_tree_is_complete():
 
 
 @pytest.mark.parametrize("kind", PARENTS, ids=lambda kind: kind.__name__)
-def test_each_error_is_what_a_user_would_catch(kind):
-    for parent in PARENTS[kind]:
-        assert issubclass(kind, parent)
-
-
-@pytest.mark.parametrize("kind", PARENTS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_each_error_survives_copying_with_its_facts(kind, again):
+def test_each_error_is_what_a_user_would_catch_and_survives_copying_with_its_facts(kind, again):
     error = example(kind)
     twin = again(error)
-    assert type(twin) is kind
-    assert vars(twin) == vars(error)
-    assert str(twin) == str(error)
-    assert twin.args == error.args
-    with pytest.raises(kind):
-        raise twin
+    assert (type(twin), vars(twin), str(twin), twin.args) == (kind, vars(error), str(error), error.args)
+    for caught in (kind, *PARENTS[kind]):
+        with pytest.raises(caught):
+            raise twin
 
 
 def test_the_message_of_a_communication_error_tells_all_it_knows():
-    message = str(example(CollectiveMismatchError))
+    message = str(example(errors.CollectiveMismatchError))
     assert message.startswith("it went wrong (in #7 allreduce(3 x float32, sum), on rank 1")
     for part in ("peers 0, 2", "this rank has a sum", "others have a product", "1.235", "5.0", "Do this."):
         assert part in message
@@ -106,19 +84,19 @@ def test_the_message_of_a_communication_error_tells_all_it_knows():
 
 
 def test_a_message_names_lost_and_missing_ranks_once():
-    lost = PeerLostError.of(3, "it closed its communicator", rank=0, sequence=7, call="#7 barrier()")
+    lost = errors.PeerLostError.of(3, "it closed its communicator", rank=0, sequence=7, call="#7 barrier()")
     assert str(lost).startswith("lost rank 3: it closed its communicator (in #7 barrier(), on rank 0). Look first")
     assert "fewer batches" in str(lost)
-    assert "fewer batches" not in str(PeerLostError.of(3, "it was killed by SIGKILL"))
+    assert "fewer batches" not in str(errors.PeerLostError.of(3, "it was killed by SIGKILL"))
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (CollectiveTimeoutError("too late", rank=0), "too late (on rank 0)"),
-        (CollectiveTimeoutError("too late", peers=[0, 2]), "too late (late ranks 0, 2)"),
+        (errors.CollectiveTimeoutError("too late", rank=0), "too late (on rank 0)"),
+        (errors.CollectiveTimeoutError("too late", peers=[0, 2]), "too late (late ranks 0, 2)"),
         (
-            ConfigurationError("no", argument="x", expected=True, seen=False),
+            errors.ConfigurationError("no", argument="x", expected=True, seen=False),
             "no (argument x, expected True, seen False)",
         ),
     ],
@@ -141,8 +119,6 @@ def test_an_end_is_told_whatever_the_exit_code(exit_code, said):
     assert errors.how_it_ended(exit_code) == said
 
 
-SOURCE = Path(env.__file__).parent
-
 READERS = {
     env.get_rank: ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"],
     env.get_world_size: ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"],
@@ -154,29 +130,21 @@ READERS = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for names in READERS.values():
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-    for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "NODE_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("BAGUA_TIMEOUT_S", "BAGUA_DEBUG", "BAGUA_LOG"):
+    others = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "NODE_RANK")
+    for name in itertools.chain(*READERS.values(), others, ("BAGUA_TIMEOUT_S", "BAGUA_DEBUG", "BAGUA_LOG")):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
-def test_launchers_are_understood_in_order_of_precedence(read, monkeypatch):
+def test_launchers_are_understood_in_order_of_precedence_and_a_number_that_is_none_is_named(read, monkeypatch):
     assert read() is None
     for value, name in enumerate(reversed(READERS[read])):
         monkeypatch.setenv(name, str(value))
         assert read() == value
     monkeypatch.setenv(READERS[read][0], "")
     assert read() == len(READERS[read]) - 2, "an empty variable is none"
-
-
-@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
-def test_a_number_that_is_none_is_an_error_that_names_the_variable(read, monkeypatch):
     monkeypatch.setenv(READERS[read][0], "three")
-    with pytest.raises(ConfigurationError, match=f"{READERS[read][0]}.*three"):
+    with pytest.raises(errors.ConfigurationError, match=f"{READERS[read][0]}.*three"):
         read()
 
 
@@ -186,7 +154,7 @@ def test_timeout(monkeypatch):
     assert env.timeout_s() == 2.5
     for wrong in ("0", "-1", "soon", "nan"):
         monkeypatch.setenv("BAGUA_TIMEOUT_S", wrong)
-        with pytest.raises(ConfigurationError, match="BAGUA_TIMEOUT_S"):
+        with pytest.raises(errors.ConfigurationError, match="BAGUA_TIMEOUT_S"):
             env.timeout_s()
 
 
@@ -198,11 +166,8 @@ def test_debugging_is_switched_on_by_anything_but_a_no(text, on, monkeypatch):
 
 
 def test_launcher_variables_are_those_that_are_set(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "host")
-    monkeypatch.setenv("MASTER_PORT", "")
-    found = env.launcher_variables()
-    assert found["MASTER_ADDR"] == "host"
-    assert "MASTER_PORT" not in found
+    monkeypatch.setattr(env.os, "environ", {"MASTER_ADDR": "host", "MASTER_PORT": ""})
+    assert env.launcher_variables() == {"MASTER_ADDR": "host"}
 
 
 def test_a_child_inherits_what_is_not_set_for_it(monkeypatch):
@@ -211,10 +176,9 @@ def test_a_child_inherits_what_is_not_set_for_it(monkeypatch):
     assert inherited == {"RANK": "0", "OMP_NUM_THREADS": "4", "LANG": "C"}
 
 
-def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch, caplog):
-    monkeypatch.setattr(
-        env.os, "environ", {"BAGUA_TIMEOUT": "3", "BAGUA_LOG": "info", "BAGUA_COLOUR_OF_BIKESHED": "red"}
-    )
+def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch):
+    variables = {"BAGUA_TIMEOUT": "3", "BAGUA_LOG": "info", "BAGUA_COLOUR_OF_BIKESHED": "red"}
+    monkeypatch.setattr(env.os, "environ", variables)
     assert env.unknown_variables() == [
         "BAGUA_COLOUR_OF_BIKESHED has no meaning",
         "BAGUA_TIMEOUT has no meaning; did you mean BAGUA_TIMEOUT_S?",
@@ -222,11 +186,11 @@ def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch,
 
 
 def test_each_variable_of_ours_is_known_and_documented(monkeypatch):
-    source = (SOURCE / "env.py").read_text(encoding="utf-8")
-    read = set(re.findall(r'"(BAGUA_[A-Z_]+)"', source))
+    source = Path(env.__file__)
+    read = set(re.findall(r'"(BAGUA_[A-Z_]+)"', source.read_text(encoding="utf-8")))
     monkeypatch.setattr(env.os, "environ", dict.fromkeys(read, "1"))
     assert not env.unknown_variables()
-    page = (SOURCE.parent / "docs" / "api" / "environment.md").read_text(encoding="utf-8")
+    page = (source.parents[1] / "docs" / "api" / "environment.md").read_text(encoding="utf-8")
     assert read == set(re.findall(r"`(BAGUA_[A-Z_]+)`", page))
 
 
@@ -283,9 +247,7 @@ def run(tmp_path: Path, backend: str, end: str) -> str:
 
 
 @pytest.mark.usefixtures("forked_python")
-@pytest.mark.parametrize(
-    "backend", [pytest.param("shm", marks=pytest.mark.shm), pytest.param("gloo", marks=pytest.mark.gloo)]
-)
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("shm", "gloo")])
 def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_path: Path, backend: str) -> None:
     said = run(tmp_path, backend, "raise RuntimeError('my own bug')")
     assert "PeerLostError: lost rank 1: it left its script with RuntimeError: my own bug" in said
@@ -316,57 +278,37 @@ def test_an_old_error_at_a_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_world_is_closed_although_its_error_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def abort(_: BaseException | None) -> None:
-        raise TypeError("an error whose text cannot be made")
-
-    closed: list[bool] = []
-    holder = WorldHolder()
-    world = SimpleNamespace(process=os.getpid(), abort=abort, close=lambda: closed.append(True))
+    holder, abort = WorldHolder(), Mock(side_effect=TypeError("an error whose text cannot be made"))
+    world = SimpleNamespace(process=os.getpid(), abort=abort, close=Mock())
     monkeypatch.setattr(holder, "process_world", world)
     with pytest.raises(TypeError):
         holder._close_at_exit()
-    assert closed == [True]
-
-
-def _raised_inside_torch() -> Exception:
-    try:
-        torch.utils.data.default_collate([object()])
-    except TypeError as raised:
-        return raised
-    raise AssertionError("torch takes it")
+    assert world.close.call_count == 1
 
 
 def test_a_traceback_holds_the_users_frames_alone() -> None:
-    told = own_traceback(_raised_inside_torch())
+    with pytest.raises(TypeError) as caught:
+        torch.utils.data.default_collate([object()])
+    told = own_traceback(caught.value)
     assert Path(__file__).name in told
     assert "TypeError: default_collate" in told
     assert "site-packages/torch" not in told
-    error = PeerLostError.of(1, "it died")
-    told = own_traceback(error)
-    assert told == f"PeerLostError: {str(error).partition(chr(10))[0]}\n"
+    error = errors.PeerLostError.of(1, "it died")
+    assert own_traceback(error) == f"PeerLostError: {str(error).partition(chr(10))[0]}\n"
 
 
-def test_an_error_that_cannot_be_handed_over_is_printed_as_usual(tmp_path: Path, monkeypatch, capsys) -> None:
-    usual: list[object] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *arguments: usual.append(arguments))
-    report_uncaught(3, str(tmp_path / "no folder" / "error.json"))
-    error = ValueError("mine")
+@pytest.mark.parametrize(
+    ("place", "hooked"), [("no folder/error.json", True), ("error.json", True), ("error.json", False)]
+)
+def test_an_error_is_shown_by_the_hook_of_the_program_or_as_usual(tmp_path, monkeypatch, capsys, place, hooked) -> None:
+    """Also one that cannot be handed over."""
+    hook, error, path = Mock(return_value=None), ValueError("mine"), tmp_path / place
+    monkeypatch.setattr(sys, "excepthook", hook if hooked else sys.__excepthook__)
+    report_uncaught(3, str(path))
     sys.excepthook(ValueError, error, None)
-    assert usual == [(ValueError, error, None)]
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    report_uncaught(3, str(tmp_path / "error.json"))
-    sys.excepthook(ValueError, error, None)
-    assert len(usual) == 1
-    assert capsys.readouterr().err == "[rank3]: ValueError: mine\n"
-    facts = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
-    assert (facts["culprit"], facts["rank"]) == (3, 3)
-
-
-def test_a_hook_of_the_program_shows_its_errors(tmp_path: Path, monkeypatch, capsys) -> None:
-    shown: list[object] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *arguments: shown.append(arguments))
-    report_uncaught(0, str(tmp_path / "error.json"))
-    error = ValueError("mine")
-    sys.excepthook(ValueError, error, None)
-    assert (shown, capsys.readouterr().err) == ([(ValueError, error, None)], "")
-    assert "ValueError: mine" in (tmp_path / "error.json").read_text()
+    assert hook.mock_calls == ([call(ValueError, error, None)] if hooked else [])
+    assert capsys.readouterr().err == ("" if hooked else "[rank3]: ValueError: mine\n")
+    if place == "error.json":
+        assert "ValueError: mine" in path.read_text()
+        facts = json.loads(path.read_text())["message"]["extraInfo"]
+        assert (facts["culprit"], facts["rank"]) == (3, 3)

@@ -2,6 +2,7 @@
 
 import pickle
 from copy import deepcopy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,28 +28,19 @@ def total(communicator):
     return tensor.item()
 
 
-# Hosts.
-
-
 def look_at_hosts():
     group = bagua.comm.get_default_group()
-    inter = group.inter_node_communicator
+    world, intra, inter = group.global_communicator, group.intra_node_communicator, group.inter_node_communicator
+    getters = group.get_global_communicator, group.get_intra_node_communicator, group.get_inter_node_communicator
     return {
         "node_sizes": group.node_sizes,
-        "node_rank": group.node_rank,
-        "local_rank": group.local_rank,
-        "local_size": group.local_size,
+        "place": (group.node_rank, group.local_rank, group.local_size),
         "module": (bagua.comm.get_node_rank(), bagua.comm.get_local_rank(), bagua.comm.get_local_size()),
-        "intra": group.intra_node_communicator.ranks,
-        "intra_total": total(group.intra_node_communicator),
-        "inter": inter.ranks if inter else None,
-        "inter_total": total(inter) if inter else None,
-        "total": total(group.global_communicator),
-        "getters": group.get_global_communicator() is group.global_communicator
-        and group.get_intra_node_communicator() is group.intra_node_communicator
-        and group.get_inter_node_communicator() is inter,
-        "intra_is_global": group.intra_node_communicator is group.global_communicator,
-        "inter_is_global": inter is group.global_communicator,
+        "world": total(world),
+        "intra": (intra.ranks, total(intra)),
+        "inter": (inter.ranks, total(inter)) if inter else None,
+        "getters": [getter() is one for getter, one in zip(getters, (world, intra, inter), strict=True)],
+        "are global": (intra is world, inter is world),
     }
 
 
@@ -58,26 +50,17 @@ def test_hosts_and_their_communicators(ranks, hosts):
     firsts = [sum(hosts[:node]) for node in range(len(hosts))]
     for rank, seen in enumerate(ranks(size, look_at_hosts, hosts=hosts)):
         node = max(node for node, first in enumerate(firsts) if first <= rank)
-        local = tuple(range(firsts[node], firsts[node] + hosts[node]))
-        leads = rank in firsts
+        local, place = range(firsts[node], firsts[node] + hosts[node]), (node, rank - firsts[node], hosts[node])
         assert seen == {
             "node_sizes": tuple(hosts),
-            "node_rank": node,
-            "local_rank": rank - firsts[node],
-            "local_size": hosts[node],
-            "module": (node, rank - firsts[node], hosts[node]),
-            "intra": local,
-            "intra_total": sum(other + 1.0 for other in local),
-            "inter": tuple(firsts) if leads else None,
-            "inter_total": sum(first + 1.0 for first in firsts) if leads else None,
-            "total": size * (size + 1) / 2,
-            "getters": True,
-            "intra_is_global": len(hosts) == 1,
-            "inter_is_global": len(hosts) == size,
+            "place": place,
+            "module": place,
+            "world": size * (size + 1) / 2,
+            "intra": (tuple(local), sum(other + 1.0 for other in local)),
+            "inter": (tuple(firsts), sum(first + 1.0 for first in firsts)) if rank in firsts else None,
+            "getters": [True] * 3,
+            "are global": (len(hosts) == 1, len(hosts) == size),
         }, f"rank {rank}"
-
-
-# Sub-groups.
 
 
 def nest_groups():
@@ -96,10 +79,9 @@ def test_a_group_in_a_group_needs_nobody_from_outside(ranks):
 def use_all_forms():
     """The same ranks named in each way, and each way in which a rank is none of them."""
     odd = bagua.comm.new_group(range(3, 0, -2))
-    forms = [odd, odd.global_communicator]
+    forms, seen = [odd, odd.global_communicator], []
     if dist.is_initialized():
         forms.append(dist.new_group([1, 3]))
-    seen = []
     for form in forms:
         own = torch.tensor([bagua.comm.get_rank() + 1.0])
         bagua.comm.allreduce(everywhere := own.clone(), comm=form)
@@ -141,24 +123,23 @@ def test_the_sentinel_has_each_call_of_a_communicator():
     NON_MEMBER.close()
 
 
-def wrap_on_the_outside():
-    group = bagua.comm.new_group([0])
-    if group:
-        return None
-    found = []
-    for wrap in (
-        lambda: torch.nn.Linear(1, 1).with_bagua([], "allreduce", process_group=group),
-        lambda: bagua_parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group),
-        lambda: AsyncModelAverageAlgorithmImpl(group),
-        lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER),
-    ):
-        with pytest.raises(errors.InvalidRankError, match="not a member") as caught:
-            wrap()
-        found.append(caught.value.argument)
-    return found
-
-
 def test_models_are_not_wrapped_for_a_group_of_others(thread_ranks):
+    def wrap_on_the_outside():
+        group = bagua.comm.new_group([0])
+        if group:
+            return None
+        found = []
+        for wrap in (
+            lambda: torch.nn.Linear(1, 1).with_bagua([], "allreduce", process_group=group),
+            lambda: bagua_parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group),
+            lambda: AsyncModelAverageAlgorithmImpl(group),
+            lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER),
+        ):
+            with pytest.raises(errors.InvalidRankError, match="not a member") as caught:
+                wrap()
+            found.append(caught.value.argument)
+        return found
+
     assert thread_ranks(2, wrap_on_the_outside) == [None, ["process_group"] * 3 + ["group"]]
 
 
@@ -173,19 +154,14 @@ def test_what_is_no_set_of_ranks(thread_ranks, wrong):
 
 
 def ask_for_different_groups():
-    rank = bagua.comm.get_rank()
     with pytest.raises(errors.CollectiveMismatchError, match="different groups") as caught:
-        bagua.comm.new_group([0, 1] if rank == 0 else [0, 2])
-    assert "[0, 1]" in str(caught.value)
-    assert "[0, 2]" in str(caught.value)
+        bagua.comm.new_group([0, 1] if bagua.comm.get_rank() == 0 else [0, 2])
+    assert all(asked in str(caught.value) for asked in ("[0, 1]", "[0, 2]"))
     return total(bagua.comm.new_group([0, 1, 2]).global_communicator)
 
 
 def test_ranks_that_ask_for_different_groups_all_hear_of_it_and_go_on(ranks):
     assert ranks(3, ask_for_different_groups) == [6.0] * 3
-
-
-# Duplicates and the end.
 
 
 def use_duplicates():
@@ -223,10 +199,9 @@ def test_destroying_ends_every_group_and_goes_on_after_an_error(thread_ranks):
         bagua.comm.destroy_process_group()
         with pytest.raises(errors.NotInitializedError, match="init_process_group"):
             bagua.comm.allreduce(torch.ones(1))
-        everything = (communicator.usable, group.global_communicator.usable, bagua.comm.is_initialized())
-        return called, everything
+        return called, communicator.usable, group.global_communicator.usable, bagua.comm.is_initialized()
 
-    assert thread_ranks(2, destroy) == [(["first"], (False, False, False))] * 2
+    assert thread_ranks(2, destroy) == [(["first"], False, False, False)] * 2
 
 
 def count_everything():
@@ -243,24 +218,16 @@ def test_statistics_count_all_communicators_closed_ones_too(ranks):
         assert seen.seconds > 0
 
 
-# Whose default group.
-
-
 def test_each_thread_rank_has_its_own_default_group(thread_ranks):
     def see():
         background = BackgroundThread("test")
-        try:
-            in_background = background.submit(bagua.comm.get_rank).result(5)
-        finally:
-            background.stop()
+        in_background = background.submit(bagua.comm.get_rank).result(5)
+        background.stop()
         assert not dist.is_initialized()
         return bagua.comm.get_rank(), bagua.comm.get_world_size(), in_background
 
     assert thread_ranks(3, see) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
     assert not bagua.comm.is_initialized()
-
-
-# Groups of torch.
 
 
 def join_torch_groups():
@@ -289,13 +256,10 @@ def test_groups_of_torch_can_be_joined_by_their_members(process_ranks):
 
 
 def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(monkeypatch):
-    def lost(*_):
-        raise dist.DistNetworkError("Connection reset by peer")
-
+    lost = Mock(side_effect=dist.DistNetworkError("Connection reset by peer"))
     monkeypatch.setattr("bagua.comm.group.create_transport", lost)
     for ranks, peers in (([0, 1], (0,)), ([4, 5], ())):
-        with pytest.raises(
-            errors.PeerLostError, match=f"rank {ranks[1]} lost the store .*the set-up of pair"
-        ) as caught:
+        said = f"rank {ranks[1]} lost the store .*the set-up of pair"
+        with pytest.raises(errors.PeerLostError, match=said) as caught:
             ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Recorder())
         assert caught.value.peers == peers

@@ -1,10 +1,10 @@
 """The collectives of shared memory: results, pieces, order, disagreement."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import RankKilled, ThreadsTransport
 from tests.comm.memory_ranks import CALLS, KINDS, LARGE, agrees, run, values
+from tests.harness import in_threads
 
 pytestmark = pytest.mark.threads
 
@@ -55,13 +56,7 @@ PIECES = [(kind, numel) for kind in KINDS for numel in (12, 50, 100)]
 @pytest.mark.parametrize(
     ("size", "transport", "calls"), [(3, ThreadsTransport, CALLS), (2, ShmTransport, PIECES), (3, ShmTransport, PIECES)]
 )
-def test_results_do_not_depend_on_who_is_late(
-    size: int,
-    transport: type[MemoryTransport],
-    calls: list[tuple[str, int]],
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_results_do_not_depend_on_who_is_late(size: int, transport, calls, seed: int, monkeypatch) -> None:
     if transport is ShmTransport:
         monkeypatch.setattr(memory_exchange, "SMALL_BYTES", 0)
     dice = random.Random(seed)
@@ -73,9 +68,6 @@ def test_results_do_not_depend_on_who_is_late(
         return all(agrees(comm, *call) for call in calls)
 
     assert all(values(run(size, job, fault=delay, transport=transport)))
-
-
-# Disagreement.
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
@@ -108,9 +100,6 @@ def test_the_notice_names_both_sides_of_uneven_counts() -> None:
         memory_exchange.compare((4, 6), 1, notices)
 
 
-# Order.
-
-
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(
     ("transport", "numel"), [(ThreadsTransport, 100), (ThreadsTransport, LARGE), (ShmTransport, 100)]
@@ -120,24 +109,17 @@ def test_autograd_notices_what_is_written(transport: type[MemoryTransport], nume
 
     def change(comm: Communicator) -> list[bool]:
         tensor, output = torch.zeros(numel), torch.zeros(comm.size * numel)
-        calls = (
-            lambda: comm.allreduce(tensor),
-            lambda: comm.allgather(output, tensor),
-            lambda: comm.broadcast(tensor, 0),
-            lambda: comm.reduce(tensor, 0),
-        )
-        noticed = []
-        for call in calls:
+
+        def noticed(call: Callable[..., object], *arguments: object) -> bool:
             before = tensor._version, output._version
-            call()
-            noticed.append((tensor._version, output._version) != before)
-        return noticed
+            call(*arguments)
+            return (tensor._version, output._version) != before
+
+        exchanged = [noticed(comm.allreduce, tensor), noticed(comm.allgather, output, tensor)]
+        return [*exchanged, noticed(comm.broadcast, tensor, 0), noticed(comm.reduce, tensor, 0)]
 
     # Who only gives, to a broadcast or to a reduction, has nothing to notice.
     assert values(run(2, change, transport=transport)) == [[True, True, False, True], [True, True, True, False]]
-
-
-# Receives from any rank: who is missed, and in which order messages are taken.
 
 
 def test_a_receive_from_any_rank_ends_when_all_others_have_closed() -> None:
@@ -180,25 +162,23 @@ def test_receives_by_name_that_come_later_wait_for_the_message_that_is_not_their
             for number in (1.0, 2.0):
                 comm.send(torch.tensor([number]), 0)
             return None
-        tensors = torch.zeros(1), torch.zeros(1)
-        works = comm.recv_any(tensors[0], async_op=True), comm.recv(tensors[1], 1, async_op=True)
-        for work in works:
+        tensor = torch.zeros(2)
+        for work in (comm.recv_any(tensor[:1], async_op=True), comm.recv(tensor[1:], 1, async_op=True)):
             work.wait()
-        return [tensor.item() for tensor in tensors]
+        return tensor.tolist()
 
     assert values(run(2, part, fault=fault))[0] == [1.0, 2.0]
 
 
 def test_messages_are_exchanged_while_one_from_any_rank_is_awaited() -> None:
     def part(comm: Communicator) -> object:
-        other = 1 - comm.rank
-        tensors = torch.zeros(1), torch.zeros(1)
-        work = comm.recv_any(tensors[0], async_op=True)
-        both = comm.sendrecv(tensors[1], torch.tensor([5.0]), other, other, async_op=True)
+        other, tensor = 1 - comm.rank, torch.zeros(2)
+        work = comm.recv_any(tensor[:1], async_op=True)
+        both = comm.sendrecv(tensor[1:], torch.tensor([5.0]), other, other, async_op=True)
         comm.send(torch.tensor([7.0]), other)
         both.wait()
         assert work.result() == other
-        return [tensor.item() for tensor in tensors]
+        return tensor.tolist()
 
     assert values(run(2, part)) == [[5.0, 7.0]] * 2
 
@@ -210,7 +190,7 @@ def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.Monk
             return None
         lanes = comm._transport._lanes
         with monkeypatch.context() as patch:
-            patch.setattr(lanes, "submit", refuse)
+            patch.setattr(lanes, "submit", Mock(side_effect=errors.ConcurrentUseError("in the middle of another call")))
             with pytest.raises(errors.ConcurrentUseError):
                 comm.recv_any(torch.zeros(1))
         message = torch.zeros(1)
@@ -220,18 +200,11 @@ def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.Monk
     assert values(run(2, part))[0] == 1.0
 
 
-def refuse(*_: object) -> None:
-    raise errors.ConcurrentUseError("in the middle of another call")
-
-
-# Calls of one lane: in order, and known to be over to those who wait before others are told.
-
-
 LANE: Lane = ("collective", -1)
 
 
-def deadline(timeout_s: float = 5.0) -> Deadline:
-    return Deadline(time.perf_counter() + timeout_s, timeout_s)
+def deadline() -> Deadline:
+    return Deadline(time.perf_counter() + 5.0, 5.0)
 
 
 def test_who_waits_wakes_before_callbacks_run() -> None:
@@ -255,21 +228,11 @@ def test_a_callback_that_comes_late_runs_at_once() -> None:
     assert told == ["early", "late"]
 
 
-def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
-    lanes, never = Lanes("test"), threading.Event()
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    parts = [lanes.submit(("send", 1), never.wait), lanes.submit(("recv", 1), fail)]
-    with pytest.raises(ZeroDivisionError):
-        LaneHandle(parts, deadline(), lambda _: None).wait()
-    never.set()
-    assert lanes.stop(5)
-
-
-def test_a_wait_that_is_given_up_says_so() -> None:
+def test_a_wait_ends_when_one_of_two_parts_fails_or_says_that_it_is_given_up() -> None:
     lanes, never, reasons = Lanes("test"), threading.Event(), []
+    parts = [lanes.submit(("send", 1), never.wait), lanes.submit(("recv", 1), Mock(side_effect=ZeroDivisionError))]
+    with pytest.raises(ZeroDivisionError):
+        LaneHandle(parts, deadline(), reasons.append).wait()
     with pytest.raises(errors.CollectiveTimeoutError):
         LaneHandle([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
     assert reasons == ["it gave up after a wait of 0.01 s"]
@@ -310,24 +273,20 @@ def test_a_part_that_fails_between_two_looks_is_not_taken_for_complete(looks: in
 
 def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
     lanes, begun = Lanes("test"), threading.Event()
-    inline, parts = lanes.inline([LANE], lambda: None, deadline(), lambda _: None), []
-    thread = threading.Thread(target=lambda: parts.append(lanes.submit(LANE, begun.set)))
-    thread.start()
-    thread.join(60)
+    inline = lanes.inline([LANE], lambda: None, deadline(), lambda _: None)
+    (part,) = in_threads(1, lambda _: lanes.submit(LANE, begun.set))
     assert not lanes.idle(LANE)
     assert not inline.is_completed()
     lanes.abandon()
     assert begun.wait(60)
     assert lanes.stop(5)
-    assert parts[0].done
-
-
-# Copying flat tensors, below and above the size from which the C library does it.
+    assert part.done
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("nbytes", [0, 1 << 10, (1 << 18) + 48], ids=str)
 def test_every_byte_arrives_and_no_other_changes(nbytes, dtype):
+    """Below and above the size from which the C library copies."""
     numel = nbytes // dtype.itemsize
     source = torch.randint(0, 2, (numel + 2,)).to(dtype)
     target = torch.ones(numel + 2, dtype=dtype)

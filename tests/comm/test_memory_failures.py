@@ -1,7 +1,5 @@
 """Ranks of shared memory that are late, give up, fall silent, are killed, or wait for each other in different calls."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -20,6 +18,7 @@ from bagua.comm.transports.memory.transport import MemoryTransport, Messages
 from bagua.comm.transports.threads import RankKilled, ThreadPeers
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import CALLS, LARGE, SMALL, agrees, run, values
+from tests.harness import in_threads
 
 pytestmark = pytest.mark.threads
 
@@ -33,20 +32,17 @@ def test_abort_wakes_everyone_with_the_reason(call: str, monkeypatch: pytest.Mon
     def job(comm: Communicator) -> None:
         waiting.wait(60)
         if comm.rank == 0:
-            thread = threading.Thread(target=comm.abort, args=("enough of this",))
-            thread.start()
-            thread.join()
+            in_threads(1, lambda _: comm.abort("enough of this"))
             comm.barrier()
         if call == "allreduce":
             comm.allreduce(torch.zeros(4), timeout=600)
         else:
             getattr(comm, call)(torch.zeros(4), comm.rank % 3 + 1, timeout=600)
 
-    outcomes = run(4, job)
-    assert isinstance(outcomes[0], CommunicatorClosedError)
-    for error in outcomes[1:]:
-        assert isinstance(error, PeerLostError)
-        assert error.peers == (0,)
+    own, *others = run(4, job)
+    assert isinstance(own, CommunicatorClosedError)
+    for error in others:
+        assert (type(error), error.peers) == (PeerLostError, (0,))
         assert "enough of this" in str(error)
 
 
@@ -99,40 +95,38 @@ def test_a_rank_killed_at_any_step(call: tuple[str, int]) -> None:
     """Survivors get a typed error at once, or the complete right result; and then no more calls."""
     places = steps_of(call, 3)
     assert {rank for rank, _ in places} == {0, 1, 2}
-    for victim, number in places:
 
-        def kill(step: Step, victim: int = victim, number: int = number) -> None:
-            if step.rank == victim and step.number == number:
+    def attempt(function: Callable[[], object]) -> object:
+        try:
+            return function()
+        except Exception as error:
+            return error
+
+    def job(comm: Communicator) -> tuple[object, object]:
+        return attempt(lambda: agrees(comm, *call)), attempt(comm.barrier)
+
+    for place in places:
+
+        def kill(step: Step, place: tuple[int, int] = place) -> None:
+            if (step.rank, step.number) == place:
                 raise RankKilled
 
-        def job(comm: Communicator) -> tuple[object, object]:
-            first = attempt(lambda: agrees(comm, *call))
-            return first, attempt(comm.barrier)
-
         outcomes = run(3, job, fault=kill)
-        assert isinstance(outcomes[victim], RankKilled)
-        for survivor in {0, 1, 2} - {victim}:
-            first, second = outcomes[survivor]
-            assert first is True or isinstance(first, PeerLostError), (victim, number, first)
+        assert isinstance(outcomes.pop(place[0]), RankKilled)
+        for first, second in outcomes:
+            assert first is True or isinstance(first, PeerLostError), (place, first)
             wanted = PeerLostError if first is True else CommunicatorClosedError
-            assert isinstance(second, wanted), (victim, number, second)
-
-
-def attempt(function: Callable[[], object]) -> object:
-    try:
-        return function()
-    except Exception as error:
-        return error
+            assert isinstance(second, wanted), (place, second)
 
 
 @pytest.mark.parametrize("call", [("allreduce", LARGE), ("sendrecv", SMALL)], ids=str)
 def test_a_rank_silent_at_any_step(call: tuple[str, int]) -> None:
     """Nobody waits past the deadline for a rank that stopped, and who finishes is right."""
-    for victim, number in [place for place in steps_of(call, 2) if place[0] == 1]:
+    for number in [number for rank, number in steps_of(call, 2) if rank == 1]:
         release = threading.Event()
 
-        def stop(step: Step, victim: int = victim, number: int = number, release: threading.Event = release) -> None:
-            if step.rank == victim and step.number == number:
+        def stop(step: Step, number: int = number, release: threading.Event = release) -> None:
+            if (step.rank, step.number) == (1, number):
                 release.wait(10)
 
         def job(comm: Communicator, release: threading.Event = release) -> bool:
@@ -142,10 +136,8 @@ def test_a_rank_silent_at_any_step(call: tuple[str, int]) -> None:
                 if comm.rank == 0:
                     release.set()
 
-        outcomes = run(2, job, fault=stop)
-        for outcome in outcomes:
-            errors = (CollectiveTimeoutError, PeerLostError)
-            assert outcome is True or isinstance(outcome, errors), (number, outcome)
+        for outcome in run(2, job, fault=stop):
+            assert outcome is True or isinstance(outcome, (CollectiveTimeoutError, PeerLostError)), (number, outcome)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +166,7 @@ def test_what_was_read_from_a_tensor_taken_back_is_not_returned(kind: str, step:
                 given_up.set()
 
     outcomes = run(2, job, fault=delay)
-    assert isinstance(outcomes[0], CollectiveTimeoutError)
-    assert isinstance(outcomes[1], CollectiveTimeoutError)
+    assert [type(outcome) for outcome in outcomes] == [CollectiveTimeoutError] * 2
     assert outcomes[1].problem == "this rank came late: others gave the call up after 0.1 s"
 
 
@@ -216,13 +207,12 @@ def two_messages(comm: Communicator) -> float:
         work = comm.allreduce(tensor, async_op=True)
         comm.recv(message, 0)
         comm.recv(message, 0)
-        work.wait()
-        return tensor.sum().item() + message.sum().item()
-    send = comm.send(torch.zeros(3), 1, async_op=True)
-    comm.allreduce(tensor)
-    comm.send(torch.ones(3), 1)
-    send.wait()
-    return tensor.sum().item() + 3
+    else:
+        work = comm.send(torch.zeros(3), 1, async_op=True)
+        comm.allreduce(tensor)
+        comm.send(message.fill_(1.0), 1)
+    work.wait()
+    return tensor.sum().item() + message.sum().item()
 
 
 LEGAL: dict[str, Program] = {
@@ -246,34 +236,38 @@ class Watch:
     def __init__(self) -> None:
         self.transport: MemoryTransport | None = None
         self.waits_in: Call | None = None
-        self.looks = 0
+        self.looks, self.callers = 0, set[int]()
         self.found: list[CollectiveMismatchError] = []
-        self._callers: set[int] = set()
 
-    def joined(self, comm: Communicator) -> None:
-        if comm.rank == 0:
-            self.transport = comm._transport
-        else:
-            self._callers.add(threading.get_ident())
+    def run(self, program: Program, hold: Callable[[Step], None] = lambda step: None) -> list[Any]:
+        """The outcomes of ``program`` on two ranks; ``hold`` is told of each step."""
 
-    def fault(self, step: Step) -> None:
-        if step.rank == 0 and step.call.kind == "allreduce":
-            self.waits_in = step.call if step.name == "arrive" else None
+        def fault(step: Step) -> None:
+            if step.rank == 0 and step.call.kind == "allreduce":
+                self.waits_in = step.call if step.name == "arrive" else None
+            hold(step)
+
+        def job(comm: Communicator) -> Any:
+            if comm.rank == 0:
+                self.transport = comm._transport
+            else:
+                self.callers.add(threading.get_ident())
+                sys.settrace(self.trace)
+            return program(comm)
+
+        return run(2, job, fault=fault, timeout_s=20.0)
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_globals.get("__name__", "")
-        of_rank_1 = threading.get_ident() in self._callers or "-world-1-" in threading.current_thread().name
-        return self._line if of_rank_1 and name.startswith("bagua.comm") else None
+        of_rank_1 = threading.get_ident() in self.callers or "-world-1-" in threading.current_thread().name
+        return self._line if of_rank_1 and frame.f_globals.get("__name__", "").startswith("bagua.comm") else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         transport, call = self.transport, self.waits_in
-        if event == "line" and transport is not None and call is not None:
-            words = transport._peers.own.words
-            if words[Words.ARRIVED]:
-                self.looks += 1
-                error = transport._suspect(call)
-                if error is not None and self.waits_in is call:
-                    self.found.append(error)
+        if event == "line" and transport and call and transport._peers.own.words[Words.ARRIVED]:
+            self.looks += 1
+            error = transport._suspect(call)
+            if error is not None and self.waits_in is call:
+                self.found.append(error)
         return self._line
 
 
@@ -286,27 +280,12 @@ def watch() -> Iterator[Watch]:
     threading.settrace(before)
 
 
-def watched(program: Program, watch: Watch, hold: Callable[[Step], None] = lambda step: None) -> list[Any]:
-    def fault(step: Step) -> None:
-        watch.fault(step)
-        hold(step)
-
-    def job(comm: Communicator) -> Any:
-        watch.joined(comm)
-        if comm.rank == 1:
-            sys.settrace(watch.trace)
-        return program(comm)
-
-    return run(2, job, fault=fault, timeout_s=20.0)
-
-
 class Late:
     """Holds the lane of rank 1 at a step until its caller is blocked in a message and rank 0 has looked twice."""
 
     def __init__(self, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at = at
-        self.asleep, self.lane_asleep, self.go_on = threading.Event(), threading.Event(), threading.Event()
-        self.looks, self.looker = 0, 0
+        self.at, self.looks, self.looker = at, 0, 0
+        self.asleep, self.lane_asleep, self.go_on = (threading.Event() for _ in range(3))
         pause, suspect = ThreadPeers.pause, MemoryTransport._suspect
 
         def paused(peers: ThreadPeers, ready: Callable[[], bool], seconds: float) -> None:
@@ -348,29 +327,22 @@ class LateToTake(Late):
 
 @pytest.mark.parametrize("program", LEGAL)
 def test_a_legal_program_is_never_suspected(program: str, watch: Watch) -> None:
-    assert values(watched(LEGAL[program], watch)) == [11.0, 11.0]
+    assert values(watch.run(LEGAL[program])) == [11.0, 11.0]
     assert watch.found == []
 
 
-@pytest.mark.parametrize("at", ["publish", "arrive", "pass"])
-@pytest.mark.parametrize("program", [program for program in LEGAL if program != "a message each way"])
-def test_nor_is_it_when_the_collective_is_late(
-    program: str, at: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = Late(at, monkeypatch)
-    assert values(watched(LEGAL[program], watch, late)) == [11.0, 11.0]
+@pytest.mark.parametrize(
+    ("program", "late", "at"),
+    [
+        *((name, Late, at) for name in LEGAL if name != "a message each way" for at in ("publish", "arrive", "pass")),
+        ("a message each way", LateToTake, ""),
+    ],
+)
+def test_nor_is_it_when_the_collective_is_late_or_a_lane_takes_late(program, late, at, watch, monkeypatch) -> None:
+    held = late(at, monkeypatch)
+    assert values(watch.run(LEGAL[program], held)) == [11.0, 11.0]
     assert watch.found == []
-    assert at == "pass" or (late.looks >= 2 and watch.looks)
-
-
-def test_nor_is_it_when_a_lane_takes_late(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = LateToTake("", monkeypatch)
-    assert values(watched(a_message_each_way, watch, late)) == [11.0, 11.0]
-    assert watch.found == []
-    assert late.looks >= 2
-
-
-# The same tests find detectors that are wrong.
+    assert at == "pass" or (held.looks >= 2 and watch.looks)
 
 
 def test_who_announces_too_early_is_found(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,8 +351,8 @@ def test_who_announces_too_early_is_found(watch: Watch, monkeypatch: pytest.Monk
         return missing
 
     monkeypatch.setattr(Messages, "_announcing", announcing)
-    outcomes = watched(LEGAL["a stage receives"], watch, Late("arrive", monkeypatch))
-    assert isinstance(outcomes[0], CollectiveMismatchError)
+    first, _ = watch.run(LEGAL["a stage receives"], Late("arrive", monkeypatch))
+    assert isinstance(first, CollectiveMismatchError)
 
 
 def test_who_takes_one_direction_for_the_other_is_found(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,20 +363,14 @@ def test_who_takes_one_direction_for_the_other_is_found(watch: Watch, monkeypatc
         stuck = words[Words.AWAITED] and asks and transport._lanes.idle(("send", other))
         return transport._peers.slots.incoming(transport.rank) if stuck else None
 
-    late = LateToTake("", monkeypatch)
     monkeypatch.setattr(MemoryTransport, "_awaited_slot", awaited_slot)
-    outcomes = watched(a_message_each_way, watch, late)
-    assert isinstance(outcomes[0], CollectiveMismatchError)
-
-
-# True cycles.
+    first, _ = watch.run(a_message_each_way, LateToTake("", monkeypatch))
+    assert isinstance(first, CollectiveMismatchError)
 
 
 @pytest.mark.parametrize("at", ["publish", "arrive", "pass"])
 @pytest.mark.parametrize("kind", ["recv", "send"])
-def test_ranks_that_wait_for_each_other_are_told_after_the_collective(
-    kind: str, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_for_each_other_are_told_after_the_collective(kind: str, at: str, monkeypatch) -> None:
     """Rank 1 waits for a message when its collective was late and is complete; rank 0 never sends one."""
 
     def job(comm: Communicator) -> None:

@@ -1,7 +1,5 @@
 """What a signal handler may do, at each line of the call that it interrupts: abort, close, raise."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -10,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,17 +32,13 @@ pytestmark = pytest.mark.threads
 
 #: A module and a line in it.
 Location = tuple[str, int]
+Job = Callable[[Communicator], None]
 #: Modules whose lines are interrupted, and those above them, which do the same on each transport.
 TRANSPORT = ("lifetime", "transports")
 ABOVE = ("communicator", "pipeline", "records", "work")
 
 
-@pytest.fixture(autouse=True)
-def _small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_SHM_STAGING_BYTES", "65536")
-
-
-transports = pytest.mark.parametrize("transport", [ThreadsTransport, ShmTransport], ids=lambda each: each.name)
+_small_areas = pytest.fixture(lambda monkeypatch: monkeypatch.setenv("BAGUA_SHM_STAGING_BYTES", "65536"), autouse=True)
 
 
 class InterruptionError(Exception):
@@ -58,23 +53,17 @@ def allreduce_large(comm: Communicator) -> None:
     comm.allreduce(torch.ones(LARGE))
 
 
-def message(comm: Communicator) -> None:
-    if comm.rank == 0:
-        comm.recv(torch.ones(LARGE), 1)
-    else:
-        comm.send(torch.ones(LARGE), 0)
+def message(comm: Communicator, sender: int = 1) -> None:
+    move = comm.send if comm.rank == sender else comm.recv
+    move(torch.ones(LARGE), 1 - comm.rank)
 
 
 def message_back(comm: Communicator) -> None:
-    if comm.rank == 0:
-        comm.send(torch.ones(LARGE), 1)
-    else:
-        comm.recv(torch.ones(LARGE), 0)
+    message(comm, sender=0)
 
 
 def in_background(comm: Communicator) -> None:
-    work = comm.allreduce(torch.ones(4), async_op=True)
-    work.wait()
+    comm.allreduce(torch.ones(4), async_op=True).wait()
 
 
 def failing(comm: Communicator) -> None:
@@ -86,21 +75,15 @@ CALLS = [allreduce, allreduce_large, message, message_back, in_background, faili
 #: Hundreds of lines, each with ranks of its own.
 LONG = (allreduce_large, message, message_back)
 THOROUGH = settings.get_current_profile_name() == "thorough"
+CASES = [
+    pytest.param(transport, call, id=f"{transport.name}-{call.__name__}")
+    for transport in (ThreadsTransport, ShmTransport)
+    for call in CALLS
+    if THOROUGH or transport is ThreadsTransport or call not in LONG
+]
 
 
-def cases(calls: list[Callable[[Communicator], None]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("transport", "call"),
-        [
-            pytest.param(transport, call, id=f"{transport.name}-{call.__name__}")
-            for transport in (ThreadsTransport, ShmTransport)
-            for call in calls
-            if THOROUGH or transport is ThreadsTransport or call not in LONG
-        ],
-    )
-
-
-def interruptible(transport: type, call: Callable[[Communicator], None]) -> tuple[str, ...]:
+def interruptible(transport: type, call: Job) -> tuple[str, ...]:
     """Modules whose lines are interrupted: those above the transport once for all transports and lengths."""
     return (*ABOVE, *TRANSPORT) if THOROUGH or (transport is ThreadsTransport and call not in LONG) else TRANSPORT
 
@@ -109,16 +92,18 @@ def test_what_is_interrupted_exists() -> None:
     assert all(importlib.util.find_spec(f"bagua.comm.{name}") for name in (*ABOVE, *TRANSPORT))
 
 
+@dataclass
 class Signals:
     """Runs ``handler`` at one line of the call of rank 0, the first time that it comes there."""
 
-    def __init__(self, at: Location | None, handler: Callable[[Communicator], None], modules: tuple[str, ...]) -> None:
-        self.at, self.handler, self.modules = at, handler, modules
-        self.seen: dict[Location, None] = {}
-        self.comm: Communicator | None = None
-        #: Rank 1 comes when rank 0 has gone to sleep twice, or was interrupted.
-        self.come = threading.Event()
-        self.sleeps = 0
+    at: Location | None
+    handler: Job
+    modules: tuple[str, ...]
+    seen: dict[Location, None] = field(default_factory=dict)
+    comm: Communicator | None = None
+    #: Rank 1 comes when rank 0 has gone to sleep twice, or was interrupted.
+    come: threading.Event = field(default_factory=threading.Event)
+    sleeps: int = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_globals.get("__name__", "")
@@ -131,20 +116,17 @@ class Signals:
         return self._line
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            place = (frame.f_globals["__name__"], frame.f_lineno)
-            if place not in self.seen:
-                self.seen[place] = None
-                if place == self.at:
-                    self.come.set()
-                    assert self.comm is not None
-                    self.handler(self.comm)
+        place = (frame.f_globals["__name__"], frame.f_lineno)
+        if event == "line" and place not in self.seen:
+            self.seen[place] = None
+            if place == self.at:
+                self.come.set()
+                assert self.comm is not None
+                self.handler(self.comm)
         return self._line
 
 
-def interrupted(
-    transport: type, call: Callable[[Communicator], None], at: Location | None, handler: Callable[[Communicator], None]
-) -> tuple[list[Any], Signals]:
+def interrupted(transport: type, call: Job, at: Location | None, handler: Job) -> tuple[list[Any], Signals]:
     """How the calls of both ranks end, if rank 0 is interrupted at a line of its own."""
     signals = Signals(at, handler, interruptible(transport, call))
 
@@ -173,7 +155,7 @@ def interrupted(
     return run(2, job, transport=transport, timeout_s=10.0, close=False), signals
 
 
-def places(transport: type, call: Callable[[Communicator], None]) -> list[Location]:
+def places(transport: type, call: Job) -> list[Location]:
     """The lines of the call of rank 0 at which a handler may come, its waits included."""
     _, signals = interrupted(transport, call, None, lambda comm: None)
     assert signals.comm is not None
@@ -187,8 +169,8 @@ def descriptors() -> dict[str, str]:
     return {name: os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink()}
 
 
-@cases(CALLS)
-def test_a_handler_may_abort_and_close_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
+@pytest.mark.parametrize(("transport", "call"), CASES)
+def test_a_handler_may_abort_and_close_anywhere(transport: type, call: Job) -> None:
     """What the call uses stays until it ends, and is given back then."""
 
     def close(comm: Communicator) -> None:
@@ -219,7 +201,7 @@ def lines_of(kind: type) -> set[Location]:
 
 
 @pytest.mark.parametrize("call", [allreduce, message])
-def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator], None]) -> None:
+def test_a_handler_may_raise_where_the_call_waits(call: Job) -> None:
     """As Ctrl-C does. The other rank is told, no sleeper is counted any more, and nothing is left open."""
 
     def stop(comm: Communicator) -> None:
@@ -242,7 +224,7 @@ def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator],
     assert len(after) <= len(before) + lost, sorted(after.items() - before.items())
 
 
-def test_a_lane_that_a_handler_stops_runs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_a_handler_stops_runs_no_more() -> None:
     """Whatever line of ``submit`` the handler interrupts: the task runs, or is refused."""
     lines, first = inspect.getsourcelines(BackgroundThread.submit)
     for number in range(first, first + len(lines)):
@@ -266,7 +248,7 @@ def test_a_lane_that_a_handler_stops_runs_no_more(monkeypatch: pytest.MonkeyPatc
         assert background.stop(10)
 
 
-@transports
+@pytest.mark.parametrize("transport", [ThreadsTransport, ShmTransport], ids=lambda each: each.name)
 def test_any_text_is_a_reason(transport: type) -> None:
     """Names of files hold what is no valid text; nobody waits for that."""
     reason = os.fsdecode(b"cannot read data-\xff.bin")
@@ -280,6 +262,5 @@ def test_any_text_is_a_reason(transport: type) -> None:
             comm.close()
 
     outcomes = run(2, job, transport=transport, timeout_s=20.0)
-    assert isinstance(outcomes[0], CommunicatorClosedError)
-    assert isinstance(outcomes[1], PeerLostError)
+    assert [*map(type, outcomes)] == [CommunicatorClosedError, PeerLostError]
     assert "cannot read data-" in str(outcomes[1])

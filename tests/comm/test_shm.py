@@ -1,16 +1,14 @@
 """The shared-memory transport: what the contract of all transports does not say."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError
 from tests.comm.memory_ranks import LARGE, SMALL, agrees, all_kinds, ramp
 from tests.contract.exercises import communicator
+from tests.harness import until
 
 pytestmark = pytest.mark.shm
 
@@ -41,14 +40,10 @@ def summed(comm: Communicator, numel: int) -> torch.Tensor:
     return ramp(0, numel) * comm.size + sum(range(comm.size))
 
 
-# Results.
-
-
 def reduce_in_place(numel: int) -> bool:
     """Whether ordinary memory was needed for a tensor of ``empty``; and for a part of it."""
     comm = communicator()
-    tensor = comm.empty(numel, dtype=torch.float32)
-    tensor.copy_(ramp(comm.rank, numel))
+    tensor = comm.empty(numel, dtype=torch.float32).copy_(ramp(comm.rank, numel))
     part = tensor[numel // 2 :]
     comm.allreduce(tensor)
     assert torch.equal(tensor, summed(comm, numel))
@@ -57,6 +52,11 @@ def reduce_in_place(numel: int) -> bool:
     other.allreduce(part)
     assert torch.equal(part, comm.size * summed(comm, numel)[numel // 2 :])
     return any(each._transport._shm_peers._staging is not None for each in (comm, other))
+
+
+@pytest.mark.parametrize("numel", [LARGE, PIECES])
+def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
+    assert shm_pool.run(reduce_in_place, numel, size=3) == [False] * 3
 
 
 def mix_memory() -> None:
@@ -70,6 +70,11 @@ def mix_memory() -> None:
             assert torch.equal(tensor, summed(comm, numel))
             output = torch.empty(comm.size * numel)
             comm.allgather(output, tensor + comm.rank if comm.rank == special else tensor)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
+    shm_pool.run(mix_memory, size=size)
 
 
 def exchange_alike_from_changing_places(seed: int) -> None:
@@ -105,13 +110,14 @@ def exchange_alike_from_changing_places(seed: int) -> None:
         assert (output == expected).all(), (number, form, lenders)
 
 
-# Memory.
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
+    shm_pool.run(exchange_alike_from_changing_places, seed, size=2)
 
 
 def rebuild(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Resources before and after, with one tensor more or less in flight."""
     comm = communicator()
-    counts = []
     for number in range(times):
         tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
         comm.allreduce(tensor)
@@ -119,9 +125,8 @@ def rebuild(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
         comm.empty(LARGE, dtype=torch.float32)  # and one that nobody ever sees
         del tensor
         if number == 10:
-            counts.append(resources())
-    counts.append(resources())
-    return counts[0], counts[1]
+            before = resources()
+    return before, resources()
 
 
 def many_small_calls(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -131,6 +136,43 @@ def many_small_calls(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
     for _ in range(times):
         comm.allreduce(tensor)
     return before, resources()
+
+
+@pytest.mark.parametrize(("job", "times"), [(rebuild, 200), (many_small_calls, 4000)], ids=["buckets", "calls"])
+def test_nothing_grows(shm_pool, job, times: int) -> None:
+    for before, after in shm_pool.run(job, times, size=3):
+        # A peer may have yet to notice that the last segment has gone.
+        assert after[0] <= before[0] + 2, "descriptors"
+        assert after[1] <= before[1] + 4, "mappings"
+
+
+def forget_what_was_read() -> list[int]:
+    """Mappings of a peer's memory that it gave up after a message and after a collective."""
+    comm, counts = communicator(), []
+    for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
+        comm.barrier()
+        _, before = resources()
+        exchange(comm.empty(LARGE, dtype=torch.float32).fill_(1.0))
+        comm.barrier()
+        comm._transport._shm_peers._drop_gone()
+        counts.append(resources()[1] - before)
+        comm.barrier()
+    return counts
+
+
+def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
+    assert shm_pool.run(forget_what_was_read, size=2) == [[0, 0], [0, 0]]
+
+
+def files_after_all_kinds() -> list[str]:
+    """Files in ``/dev/shm`` that this process has mapped; locks of ``multiprocessing`` aside."""
+    all_kinds((SMALL, LARGE))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [one for one in maps if "/dev/shm/" in one and "/sem.mp-" not in one]
+
+
+def test_dev_shm_is_not_used(shm_pool) -> None:
+    assert shm_pool.run(files_after_all_kinds, size=2) == [[], []]
 
 
 def wait_for_a_late_rank(late_s: float) -> float:
@@ -144,7 +186,8 @@ def wait_for_a_late_rank(late_s: float) -> float:
     return (time.process_time() - spent) / max(time.monotonic() - started, late_s)
 
 
-# Forked children.
+def test_waiting_costs_little(shm_pool) -> None:
+    assert max(shm_pool.run(wait_for_a_late_rank, 1.0, size=3)[1:]) <= 0.05
 
 
 def write_in_a_child() -> tuple[bool, bool]:
@@ -173,174 +216,80 @@ def write_in_a_child() -> tuple[bool, bool]:
     return well, untouched and bool((tensor == comm.size**2).all())
 
 
-# Failures.
-
-
-class AtStep:
-    """Does something at the given step of the calls that matter."""
-
-    def __init__(self, at: int, what: Callable[[], object]) -> None:
-        self.at, self.what, self.steps, self.armed = at, what, 0, False
-
-    def __call__(self, step: Step) -> None:
-        if self.armed:
-            self.steps += 1
-            if self.steps == self.at:
-                self.what()
-
-
-def forget_what_was_read() -> tuple[int, int]:
-    """Mappings of a peer's memory that it gave up after a message and after a collective."""
-    comm = communicator()
-    peers = comm._transport._shm_peers
-    counts = []
-    for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
-        comm.barrier()
-        _, before = resources()
-        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
-        exchange(tensor)
-        del tensor
-        comm.barrier()
-        peers._drop_gone()
-        counts.append(resources()[1] - before)
-        comm.barrier()
-    return counts[0], counts[1]
-
-
-class Straggler:
-    """Comes to a call's data only when the other rank has left, and looks for memory that is gone meanwhile."""
-
-    def __init__(self, barrier: int) -> None:
-        self.barrier = barrier
-        self.comm: Communicator | None = None
-
-    def __call__(self, step: Step) -> None:
-        if self.comm is None or step.name != "pass":
-            return
-        self.barrier -= 1
-        if self.barrier == 0:
-            peers = self.comm._transport._shm_peers
-            while peers.lines[1 - self.comm.rank].words[Words.STATE] == LineState.OPEN:
-                time.sleep(0.001)
-            peers._drop_gone()  # as a thread that waits for a message does at any time
-
-
-def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
-    """A call of rank 1 after which rank 0 leaves at once."""
-    straggler = Straggler(barrier)
-    with inject_fault(straggler if communicator().rank == 1 else None):
-        group = bagua.comm.get_default_group().duplicate()
-    comm = group.global_communicator
-    agrees(comm, kind, numel)  # Now all memory is mapped.
-    comm.barrier()
-    if comm.rank == 0:
-        agrees(comm, kind, numel)
-        group.close()
-        return
-    straggler.comm = comm
-    agrees(comm, kind, numel)
-    assert straggler.barrier == 0, "the other rank left before that barrier, or never"
-
-
-def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
-    """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
-    pids = communicator().allgather_object(os.getpid())
-    store = bagua.comm.get_default_group().store
-    stop = AtStep(at, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    with inject_fault(stop if communicator().rank == 1 else None):
-        comm = bagua.comm.get_default_group().duplicate().global_communicator
-    tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
-    comm.allreduce(tensor)
-    communicator().barrier()
-    stop.armed = True
-    problem: Any = None
-    try:
-        comm.allreduce(tensor, timeout=1.0)
-    except BaguaError as error:
-        problem = error
-    tensor.fill_(-1.0)
-    if comm.rank == 1:
-        store.set("woken", "yes")
-        return type(problem).__name__, True
-    os.kill(pids[1], signal.SIGCONT)
-    store.wait(["woken"])
-    return type(problem).__name__, bool((tensor == -1.0).all())
-
-
-# The tests.
-
-
-@pytest.mark.parametrize("numel", [LARGE, PIECES])
-def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
-    assert shm_pool.run(reduce_in_place, numel, size=3) == [False] * 3
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
-    shm_pool.run(mix_memory, size=size)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
-    shm_pool.run(exchange_alike_from_changing_places, seed, size=2)
-
-
-# Nothing grows, nothing stays.
-
-
-@pytest.mark.parametrize(("job", "times"), [(rebuild, 200), (many_small_calls, 4000)], ids=["buckets", "calls"])
-def test_nothing_grows(shm_pool, job, times: int) -> None:
-    for before, after in shm_pool.run(job, times, size=3):
-        # A peer may have yet to notice that the last segment has gone.
-        assert after[0] <= before[0] + 2, "descriptors"
-        assert after[1] <= before[1] + 4, "mappings"
-
-
-def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
-    assert shm_pool.run(forget_what_was_read, size=2) == [(0, 0), (0, 0)]
-
-
-def files_after_all_kinds() -> list[str]:
-    """Files in ``/dev/shm`` that this process has mapped; locks of ``multiprocessing`` aside."""
-    all_kinds((SMALL, LARGE))
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return [one for one in maps if "/dev/shm/" in one and "/sem.mp-" not in one]
-
-
-def test_dev_shm_is_not_used(shm_pool) -> None:
-    assert shm_pool.run(files_after_all_kinds, size=2) == [[], []]
-
-
-def test_waiting_costs_little(shm_pool) -> None:
-    shares = shm_pool.run(wait_for_a_late_rank, 1.0, size=3)
-    assert max(shares[1:]) <= 0.05
-
-
 def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
     assert shm_pool.run(write_in_a_child, size=2) == [(True, True)] * 2
 
 
-# Ranks that are lost.
+def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
+    """A call of rank 1 after which rank 0 leaves at once."""
+    matters = False
+
+    def straggle(step: Step) -> None:
+        """Come to the call's data only when rank 0 has left, and look for memory that is gone meanwhile."""
+        nonlocal barrier
+        if not matters or step.name != "pass":
+            return
+        barrier -= 1
+        if barrier == 0:
+            peers = comm._transport._shm_peers
+            until(lambda: peers.lines[0].words[Words.STATE] != LineState.OPEN)
+            peers._drop_gone()  # as a thread that waits for a message does at any time
+
+    with inject_fault(straggle if communicator().rank == 1 else None):
+        group = bagua.comm.get_default_group().duplicate()
+    comm = group.global_communicator
+    agrees(comm, kind, numel)  # Now all memory is mapped.
+    comm.barrier()
+    matters = True
+    agrees(comm, kind, numel)
+    if comm.rank == 0:
+        group.close()
+    else:
+        assert barrier == 0, "the other rank left before that barrier, or never"
 
 
 @pytest.mark.parametrize(
     ("kind", "numel", "barrier"),
     [
-        ("allreduce", LARGE, 1),
+        *((kind, LARGE, 1) for kind in ("allreduce", "broadcast", "alltoall")),
         ("allreduce", PIECES, -(-PIECES // (1 << 17))),  # pieces of 512 KiB
-        ("broadcast", LARGE, 1),
-        ("alltoall", LARGE, 1),
     ],
 )
-def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(
-    shm_pool, kind: str, numel: int, barrier: int
-) -> None:
+def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(shm_pool, kind, numel, barrier) -> None:
     shm_pool.run(read_what_has_left, kind, numel, barrier, size=2)
+
+
+def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
+    """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
+    world, group = communicator(), bagua.comm.get_default_group()
+    pids = world.allgather_object(os.getpid())
+    steps: Iterator[int] = itertools.repeat(0)
+
+    def stop(_: Step) -> None:
+        if next(steps) == at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with inject_fault(stop if world.rank == 1 else None):
+        comm = group.duplicate().global_communicator
+    tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
+    comm.allreduce(tensor)
+    world.barrier()
+    steps = itertools.count(1)  # Of the call that matters.
+    problem = ""
+    try:
+        comm.allreduce(tensor, timeout=1.0)
+    except BaguaError as error:
+        problem = type(error).__name__
+    tensor.fill_(-1.0)
+    if comm.rank == 1:
+        group.store.set("woken", "yes")
+    else:
+        os.kill(pids[1], signal.SIGCONT)
+        group.store.wait(["woken"])
+    return problem, bool((tensor == -1.0).all())
 
 
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_stopped_rank_does_no_harm_when_it_wakes(shm_pool, at: int) -> None:
     """Stopped at each step of a call on shared memory; the survivor goes on with its tensor."""
-    (name, untouched), _ = shm_pool.run(stop_and_wake, LARGE, at, size=2)
-    assert name == "CollectiveTimeoutError"
-    assert untouched
+    assert shm_pool.run(stop_and_wake, LARGE, at, size=2)[0] == ("CollectiveTimeoutError", True)

@@ -1,7 +1,5 @@
 """Where ranks meet: what listens where, who is let in, and a store whose host is stopped."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.server
@@ -9,10 +7,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -32,8 +31,7 @@ from bagua.comm.transports.failure import FailureFinder
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from tests.harness import stop_process
-from tests.interpreters import interpreter
-from tests.launching import free_port
+from tests.launching import free_port, launched
 
 PROCESSES = ProcessRanks(2, backend=None)
 #: The loopback device has more than one address, and who listens on all interfaces is reached by each.
@@ -76,11 +74,8 @@ def listening() -> set[str]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # That of the folder itself.
             own.add(os.readlink(f"/proc/self/fd/{name}"))
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-    ]
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
@@ -104,15 +99,12 @@ def test_ranks_of_one_host_listen_on_the_loopback_device(backend):
     assert found == [([2.0, 2.0], {"0100007F"})] * 2
 
 
-# A token.
-
-
 def start_with_tokens(port, tokens):
     rank = this_rank.get().rank
     os.environ.update({"BAGUA_TOKEN": tokens[rank]} if tokens[rank] else {})
-    store, same = connect_store(port, 10.0), len(set(tokens)) == 1
+    store = connect_store(port, 10.0)
     init = {"backend": "gloo", "store": store, "rank": rank, "world_size": 2}
-    if same:
+    if tokens[0] == tokens[1]:
         bagua.comm.init_process_group(**init, timeout=20.0)
         bagua.comm.get_default_group().global_communicator.barrier()
         Beats(store, rank).post_now({"world_size": 2})
@@ -138,8 +130,7 @@ def test_ranks_with_other_tokens_do_not_see_each_other(tokens, port):
     assert PROCESSES.run(start_with_tokens, port, tokens, size=2) == [(1,), (0,)]
 
 
-def test_islands_with_other_tokens_do_not_see_each_other(monkeypatch):
-    server, where = bagua.comm.serve_store_at("127.0.0.1", 0)
+def test_islands_with_other_tokens_do_not_see_each_other(where, monkeypatch):
     stores = []
     for token in ("quiet", "quiet", "loud", ""):
         monkeypatch.setenv("BAGUA_TOKEN", token)
@@ -148,10 +139,6 @@ def test_islands_with_other_tokens_do_not_see_each_other(monkeypatch):
     assert [store.check(["cell"]) for store in stores] == [True, True, False, False]
     for store in stores:
         bagua.comm.close_store(store)
-    del server
-
-
-# Answers of etcd.
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -171,15 +158,13 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def answering(*answers):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server, ThreadPoolExecutor(1) as thread:
         server.answers, server.asked = answers, []
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+        thread.submit(server.serve_forever, 0.01)
         try:
             yield server
         finally:
             server.shutdown()
-            thread.join()
 
 
 GOOD = (200, b'{"header": {"cluster_id": "1"}, "responses": [{"response_range": {}}]}')
@@ -230,33 +215,15 @@ sys.stdin.read()
 """
 
 
-class Host:
-    """A process that hosts a store."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        port, pid = map(int, process.stdout.readline().split())
-        self.pid = pid
-        self.store = connect_store(port, 20.0)
-
-    def stop(self) -> None:
-        stop_process(self.pid)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-
 @pytest.fixture
 def host(monkeypatch):
+    """A store, and how to stop the process that hosts it, and to let it go on."""
     monkeypatch.setattr(bounded, "_LEAST_S", 0.05)
-    process = subprocess.Popen([*interpreter(), "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    found = Host(process)
-    try:
-        yield found
-    finally:
-        found.go_on()
-        process.stdin.close()
-        process.wait(20)
-        process.stdout.close()
+    with launched(1, "-c", HOST) as (process,):
+        port, pid = map(int, process.stdout.readline().split())
+        go_on = partial(os.kill, pid, signal.SIGCONT)
+        yield SimpleNamespace(store=connect_store(port, 20.0), stop=partial(stop_process, pid), go_on=go_on)
+        go_on()
 
 
 @pytest.mark.gloo
@@ -297,27 +264,22 @@ def test_ranks_go_on_when_the_host_does(host):
 
 @pytest.mark.gloo
 def test_what_a_group_asks_of_its_store_ends(host):
-    group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
+    """A connection that is first needed then is not waited for."""
+    options = {"backend": "gloo", "timeout_s": 0.05, "meet_s": 20.0}
+    group, other = (group_of_seats(host.store, [0], 0, name, **options) for name in ("group", "other"))
     mail = tagged.mail_of(group.global_communicator)
     host.stop()
-    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
-        group.subgroup([0])
-    with pytest.raises(errors.CollectiveTimeoutError, match="messages with a tag"):
-        mail.find([0], 7)
-    with pytest.raises(errors.CollectiveTimeoutError, match="messages with a tag"):
-        mail.receive(torch.zeros(1), 0, 7).wait()
+    for problem, ask in (
+        ("does not answer", lambda: group.subgroup([0])),
+        ("messages with a tag", lambda: mail.find([0], 7)),
+        ("messages with a tag", lambda: mail.receive(torch.zeros(1), 0, 7).wait()),
+        ("does not answer", lambda: tagged.mail_of(other.global_communicator)),
+        ("does not answer", lambda: other.connect([0], "more", timeout_s=0.05)),
+    ):
+        with pytest.raises(errors.CollectiveTimeoutError, match=problem):
+            ask()
     group.close()
-
-
-@pytest.mark.gloo
-def test_a_connection_that_is_first_needed_then_is_not_waited_for(host):
-    group = group_of_seats(host.store, [0], 0, "group", backend="gloo", timeout_s=0.05, meet_s=20.0)
-    host.stop()
-    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
-        tagged.mail_of(group.global_communicator)
-    with pytest.raises(errors.CollectiveTimeoutError, match="does not answer"):
-        group.connect([0], "more", timeout_s=0.05)
-    group.close()
+    other.close()
 
 
 LONG_S = 60.0
@@ -327,20 +289,10 @@ def meet(store, own, look=None):
     return group_of_seats(store, [3, 5], own, "epoch1", backend="threads", timeout_s=LONG_S, meet_s=LONG_S, look=look)
 
 
-def leave():
-    raise errors.CommunicatorClosedError("it left")
-
-
 def test_who_comes_after_another_has_gone_does_not_wait_for_it():
-    store, looks = thread_store(), iter([None, leave])
-
-    def look():
-        action = next(looks)
-        if action is not None:
-            action()
-
+    store = thread_store()
     with pytest.raises(errors.CommunicatorClosedError, match="it left"):
-        meet(store, 3, look)
+        meet(store, 3, Mock(side_effect=[None, errors.CommunicatorClosedError("it left")]))
     with pytest.raises(errors.PeerLostError, match="has gone before all were there"):
         meet(store, 5)
 
@@ -348,7 +300,7 @@ def test_who_comes_after_another_has_gone_does_not_wait_for_it():
 def test_who_has_left_does_not_come():
     store = thread_store()
     with pytest.raises(errors.CommunicatorClosedError, match="it left"):
-        meet(store, 3, leave)
+        meet(store, 3, Mock(side_effect=errors.CommunicatorClosedError("it left")))
     assert not PrefixStore("epoch1", store).check(["here/0"])
 
 
@@ -362,7 +314,7 @@ def test_who_wants_to_go_when_all_have_met_connects_with_them():
         looks += 1
         if looks > 1:  # The other one comes, and sees this one, before this one looks again.
             members.compare_set("meeting", "", "on")
-            leave()
+            raise errors.CommunicatorClosedError("it left")
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, store, 3, look)
@@ -375,16 +327,10 @@ def test_who_wants_to_go_when_all_have_met_connects_with_them():
 
 
 def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeypatch):
-    limits, deadline = [], PhaseDeadline(10.0, 3.0)
-    made = seats.ProcessGroup
-
-    def note(*arguments):
-        limits.append(arguments[5])
-        if len(limits) == 3:
-            raise errors.PeerLostError("it has gone", peers=[5])
-        return made(*arguments)
-
-    monkeypatch.setattr(seats, "ProcessGroup", note)
+    deadline = PhaseDeadline(10.0, 3.0)
+    connects = [DEFAULT, DEFAULT, errors.PeerLostError("it has gone", peers=[5]), DEFAULT]
+    made = Mock(wraps=seats.ProcessGroup, side_effect=connects)
+    monkeypatch.setattr(seats, "ProcessGroup", made)
 
     def connect(name):
         arguments = {"backend": "threads", "timeout_s": LONG_S, "meet_s": LONG_S, "connecting": deadline}
@@ -395,4 +341,4 @@ def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeyp
     with pytest.raises(errors.PeerLostError, match="it has gone"):
         connect("epoch3")
     connect("epoch4")
-    assert limits == [10.0, 3.0, 3.0, 10.0]
+    assert [call.args[5] for call in made.call_args_list] == [10.0, 3.0, 3.0, 10.0]

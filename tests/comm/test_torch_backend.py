@@ -1,7 +1,5 @@
 """The backend ``bagua`` of ``torch.distributed``: how it is found, what torch builds on it, hooks around its calls."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess
@@ -12,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 import bagua.torch_api
 from bagua.comm import create_torch_group, torch_private
-from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm.store.serving import connect_store
 from bagua.comm.torch_backend.group import TorchGroup
 from bagua.comm.torch_backend.work import PlainFutures
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, InvalidTensorError, PeerLostError
@@ -28,16 +27,13 @@ from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks
 from tests.harness import in_threads
-from tests.launching import PATIENCE_S, REPOSITORY, ends, environment, free_port, launched
+from tests.launching import PATIENCE_S, REPOSITORY, ends, environment, finished, free_port, launched
 from tests.versions import TORCH, needs
 
-#: Ranks that are threads.
-SIZE = 3
+SIZE = 3  # Ranks that are threads.
 
 
-@pytest.fixture(scope="module")
-def pool() -> ProcessRanks:
-    return ProcessRanks(4, backend=None)
+pool = pytest.fixture(lambda: ProcessRanks(4, backend=None), scope="module")
 
 
 @pytest.mark.shm
@@ -57,6 +53,8 @@ def test_calls_of_torch_on_each_transport(
         pytest.param(ranks.all_forms, 2, marks=needs("the forms of arguments of torch 2.13", TORCH >= (2, 13))),
         (ranks.compiled, 2),
         (ranks.meshes, 4),
+        (ranks.reconfigured, 3),
+        pytest.param(ranks.reconfigured_by_torch, 2, marks=needs("_reconfigure", hasattr(dist, "_reconfigure"))),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -86,32 +84,24 @@ def test_processes_end_well_whatever_they_leave_open() -> None:
         assert ends(ranks) == [(0, "at the end\n")] * 2
 
 
-# Ranks that are threads of one process, and groups that nobody holds any more.
-
-
-def on_threads(function: Callable[[Any, int], Any]) -> list[Any]:
-    """``function(group, rank)`` in three threads, each with a group of torch of its own."""
-    assert bagua.torch_api is not None
-    store, port = serve_store()
+def on_threads(port: int, function: Callable[[list[Any], int], Any]) -> list[Any]:
+    """``function([group], rank)`` in three threads, each with a group of torch of its own."""
 
     def rank_of(rank: int) -> Any:
         request = torch_private.backend_request()
         request.store = dist.PrefixStore("threads", connect_store(port, 20.0))
         request.group_rank, request.group_size, request.timeout = rank, SIZE, timedelta(seconds=20)
         request.group_id, request.global_ranks_in_group = "threads", list(range(SIZE))
-        groups = [torch_private.plugins()["BAGUA"].creator_fn(request, None)]
-        return function(groups, rank)
+        return function([torch_private.plugins()["BAGUA"].creator_fn(request, None)], rank)
 
-    results = in_threads(SIZE, rank_of)
-    del store
-    return results
+    return in_threads(SIZE, rank_of)
 
 
 @pytest.mark.shm
-def test_peers_learn_of_a_group_that_was_dropped() -> None:
+def test_peers_learn_of_a_group_that_was_dropped(port: int) -> None:
     ready = threading.Barrier(SIZE, timeout=60)
 
-    def drop_one(groups: list[Any], rank: int) -> BaseException | None:
+    def drop_one(groups: list[Any], rank: int) -> None:
         groups[0].allreduce(torch.ones(1)).wait()
         ready.wait()
         if rank == SIZE - 1:
@@ -119,26 +109,18 @@ def test_peers_learn_of_a_group_that_was_dropped() -> None:
             groups.clear()
             gc.collect()
             assert seen() is None
-            return None
-        try:
+            return
+        with pytest.raises(PeerLostError) as caught:
             groups[0].allreduce(torch.ones(1)).wait(timedelta(seconds=10))
-        except PeerLostError as error:
-            return error
-        finally:
-            groups[0].shutdown()
-        return None
+        assert caught.value.peers == (SIZE - 1,)
+        groups[0].shutdown()
 
-    *errors, dropped = on_threads(drop_one)
-    assert dropped is None
-    for error in errors:
-        assert isinstance(error, PeerLostError)
-        assert error.peers == (SIZE - 1,)
+    on_threads(port, drop_one)
 
 
 @pytest.mark.shm
-def test_groups_without_a_default_group_and_with_plain_futures() -> None:
+def test_groups_without_a_default_group_and_with_plain_futures(port: int) -> None:
     """What software asks for that makes its groups itself, as torchft does."""
-    store, port = serve_store()
     options = bagua.torch_api.TorchBackendOptions(ordered_callbacks=False)
 
     def talk(rank: int) -> list[Any]:
@@ -158,15 +140,11 @@ def test_groups_without_a_default_group_and_with_plain_futures() -> None:
         return [early.wait()[0].tolist(), work.result()[0].tolist(), at_once, group.rank(), group.size()]
 
     assert in_threads(2, talk) == [[[2.0] * 2, [2.0] * 3, True, rank, 2] for rank in range(2)]
-    del store
 
 
 @pytest.mark.shm
 def test_a_plain_future_hands_on_what_went_wrong() -> None:
-    def fail() -> None:
-        raise PeerLostError("rank 1 is gone")
-
-    future = PlainFutures().future(None, fail)
+    future = PlainFutures().future(None, Mock(side_effect=PeerLostError("rank 1 is gone")))
     with pytest.raises(PeerLostError, match="rank 1"):
         future.wait()
 
@@ -181,12 +159,6 @@ assert dist.get_backend() == "bagua"
 dist.destroy_process_group()
 """
 ALONE = MEET.format(arguments=", store=dist.HashStore(), rank=0, world_size=1")
-
-
-def ended(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command, path = [sys.executable, *arguments], variables.pop("PYTHONPATH", str(REPOSITORY))
-    variables = {**environment(), **variables, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, check=False)
 
 
 @pytest.mark.solo
@@ -207,7 +179,7 @@ else:
 assert "bagua.comm" in sys.modules
 import bagua.torch_api
 """
-    result = ended("-c", program)
+    result = finished(sys.executable, "-c", program)
     assert result.returncode == 0, result.stderr
 
 
@@ -222,7 +194,7 @@ import torch.distributed as dist
 assert dist.is_backend_available("bagua")
 {ALONE}
 """
-    assert "import of bagua.comm halted" in ended("-c", program).stderr
+    assert "import of bagua.comm halted" in finished(sys.executable, "-c", program).stderr
 
 
 @pytest.fixture
@@ -239,19 +211,19 @@ def installed(tmp_path: Path) -> str:
 
 @pytest.mark.solo
 @needs("entry points of backends", TORCH >= (2, 14))
-def test_torch_finds_the_name(installed: str) -> None:
-    result = ended("-c", ALONE, PYTHONPATH=installed)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.solo
-@needs("entry points of backends", TORCH >= (2, 14))
-@pytest.mark.shm
-def test_torch_finds_the_name_under_torchrun(installed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [
+        pytest.param((), ALONE, id="python"),
+        pytest.param(("-m", "torch.distributed.run"), MEET.format(arguments=""), id="torchrun", marks=pytest.mark.shm),
+    ],
+)
+def test_torch_finds_the_name(installed: str, tmp_path: Path, launcher: tuple[str, ...], program: str) -> None:
     script = tmp_path / "train.py"
-    script.write_text(MEET.format(arguments=""))
-    where = f"--master-port={free_port()}"
-    result = ended("-m", "torch.distributed.run", "--nproc-per-node=2", where, str(script), PYTHONPATH=installed)
+    script.write_text(program)
+    options = ("--nproc-per-node=2", f"--master-port={free_port()}") if launcher else ()
+    command, told = [sys.executable, *launcher, *options, str(script)], environment(PYTHONPATH=installed)
+    result = subprocess.run(command, capture_output=True, text=True, env=told, timeout=PATIENCE_S, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -265,12 +237,11 @@ def group() -> Iterator[TorchGroup]:
 
 def hooks(test: Callable[..., None]) -> Callable[..., None]:
     """A test of hooks around calls."""
-    needed = needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))
-    return pytest.mark.shm(needed(test))
+    return pytest.mark.shm(needs("hooks around calls", hasattr(dist.ProcessGroup, "register_pre_hook"))(test))
 
 
 class Seen:
-    """What the hooks of one group were told."""
+    """What the hooks of one group are told."""
 
     def __init__(self, group: Any) -> None:
         self.before: list[Any] = []
@@ -280,10 +251,9 @@ class Seen:
         group.register_post_hook(2, lambda told: self.after.append((told.name.name, told.op_id)))
         group.register_abort_hook(3, self.aborted.set)
 
-
-def names(seen: Seen) -> list[str]:
-    assert [told[:2] for told in seen.before] == seen.after
-    return [name for name, _ in seen.after]
+    def names(self) -> list[str]:
+        assert [told[:2] for told in self.before] == self.after
+        return [name for name, _ in self.after]
 
 
 @hooks
@@ -304,7 +274,7 @@ def test_each_call_is_told_before_and_after(group: TorchGroup) -> None:
     group.allreduce_coalesced([one, two]).wait()
     group.barrier().wait()
     # Torch 2.14 tells of some forms as of others.
-    told = [name.removesuffix("_BASE").removesuffix("_COALESCED") for name in names(seen)]
+    told = [name.removesuffix("_BASE").removesuffix("_COALESCED") for name in seen.names()]
     assert told == [
         *("ALLREDUCE", "ALLREDUCE", "BROADCAST", "ALLGATHER", "ALLGATHER", "REDUCE_SCATTER", "ALLTOALL"),
         *("GATHER", "SCATTER", "REDUCE", "ALLTOALL", "ALLREDUCE", "BARRIER"),
@@ -327,11 +297,8 @@ def test_calls_without_tensors_are_made_without_hooks(group: TorchGroup) -> None
 @hooks
 @pytest.mark.parametrize("register", ["register_pre_hook", "register_post_hook"])
 def test_what_a_hook_raises_reaches_the_caller(group: TorchGroup, register: str) -> None:
-    def refuse(_: object) -> None:
-        raise ValueError("the hook says no")
-
     Seen(group)
-    getattr(group, register)(9, refuse)
+    getattr(group, register)(9, Mock(side_effect=ValueError("the hook says no")))
     for call in (lambda: group.allreduce(torch.ones(2)), group.barrier, lambda: group.send([torch.ones(1)], 0, 0)):
         with pytest.raises(ValueError, match="the hook says no"):
             call()
@@ -349,7 +316,7 @@ def test_errors_are_those_of_the_call(group: TorchGroup) -> None:
 
 
 @hooks
-def test_messages_and_calls_between_ranks() -> None:
+def test_messages_and_calls_between_ranks(port: int) -> None:
     done = threading.Barrier(3, timeout=60)
 
     def calls(groups: list[Any], rank: int) -> list[str]:
@@ -366,12 +333,12 @@ def test_messages_and_calls_between_ranks() -> None:
             with pytest.raises(CollectiveTimeoutError):
                 group.allreduce([torch.ones(1)], timeout=timedelta(seconds=0.2)).wait()
             assert seen.aborted.wait(20)
-        told = names(seen)
+        told = seen.names()
         done.wait()
         group.shutdown()
         return told
 
-    assert on_threads(calls) == [
+    assert on_threads(port, calls) == [
         ["ALLREDUCE", "SEND", "BARRIER"],
         ["ALLREDUCE", "RECV", "BARRIER"],
         ["ALLREDUCE", "BARRIER", "ALLREDUCE"],

@@ -1,7 +1,5 @@
 """Which calls of torch the backend ``bagua`` takes itself, and to whom it hands others. Without ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -9,6 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,22 +22,15 @@ from bagua.comm.work import Work, joined
 from bagua.errors import CommunicatorClosedError, InvalidTensorError, PeerLostError
 from tests.harness import in_threads
 
+#: The methods of backends. A mock with these stands for NCCL, which cannot run here.
+BACKEND = [*vars(dist.ProcessGroupGloo.__mro__[1])]
 
-class Recorder:
-    """Stands for NCCL, which cannot run here: has the methods that backends have, and notes which is called."""
 
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in vars(dist.ProcessGroupGloo.__mro__[1]):
-            raise AttributeError(name)
-
-        def method(*_: object) -> str:
-            self.called.append(name)
-            return f"work of {name}"
-
-        return method
+def called(backend: Mock) -> list[str]:
+    """The methods that were called since this was last asked."""
+    names = [name for name, _, _ in backend.method_calls]
+    backend.reset_mock()
+    return names
 
 
 def group_alone(**backends: object) -> TorchGroup:
@@ -47,88 +39,62 @@ def group_alone(**backends: object) -> TorchGroup:
 
 
 def test_tensors_of_other_devices_go_to_their_backend() -> None:
-    recorder = Recorder()
-    group = group_alone(meta=recorder)
-    far = torch.empty(4, device="meta")
+    backend = Mock(spec=BACKEND)
+    group, far = group_alone(meta=backend), torch.empty(4, device="meta")
     calls: dict[str, tuple[Any, ...]] = {
-        "allreduce": ([far],),
-        "allreduce_coalesced": ([far, far],),
-        "broadcast": ([far],),
-        "allgather": ([[far]], [far]),
-        "reduce_scatter": ([far], [[far]]),
-        "send": ([far], 0),
-        "recv": ([far], 0),
-        "reduce": ([far],),
-        "gather": ([[far]], [far]),
-        "scatter": ([far], [[far]]),
-        "alltoall": ([far], [far]),
-        "recv_anysource": ([far], 0),
-    }
+        "allreduce": ([far],), "allreduce_coalesced": ([far, far],), "broadcast": ([far],), "reduce": ([far],),
+        "allgather": ([[far]], [far]), "gather": ([[far]], [far]), "scatter": ([far], [[far]]),
+        "reduce_scatter": ([far], [[far]]), "alltoall": ([far], [far]),
+        "send": ([far], 0), "recv": ([far], 0), "recv_anysource": ([far], 0),
+    }  # fmt: skip
     for name, arguments in calls.items():
-        assert getattr(group, name)(*arguments) == f"work of {name}"
-    assert recorder.called == [*calls]
+        assert getattr(group, name)(*arguments) is getattr(backend, name).return_value
+    assert called(backend) == [*calls]
     # Backends have other names, or none, for these. Torch 2.15 has renamed some.
-    recorder.called.clear()
-    backend = vars(dist.ProcessGroupGloo.__mro__[1])
-    names = [
-        name if name in backend else former
-        for name, former in (
-            ("all_to_all_single", "alltoall_base"),
-            ("all_gather_single", "_allgather_base"),
-            ("reduce_scatter_single", "_reduce_scatter_base"),
-        )
-    ]
-    assert group.all_to_all_single(far, far, [], []) == f"work of {names[0]}"
-    assert group.all_gather_single(far, far) == f"work of {names[1]}"
-    assert group.reduce_scatter_single(far, far) == f"work of {names[2]}"
-    recorder.called.clear()
-    for call, single in (
-        (group.all_gather_single_coalesced, names[1]),
-        (group.reduce_scatter_single_coalesced, names[2]),
+    names = {}
+    for name, former, more in (
+        ("all_to_all_single", "alltoall_base", ([], [])),
+        ("all_gather_single", "_allgather_base", ()),
+        ("reduce_scatter_single", "_reduce_scatter_base", ()),
     ):
-        assert call([far, far], [far, far]) == "work of _end_coalescing"
-        assert recorder.called == ["_start_coalescing", single, single, "_end_coalescing"]
-        recorder.called.clear()
+        names[name] = name if name in BACKEND else former
+        assert getattr(group, name)(far, far, *more) is getattr(backend, names[name]).return_value
+    assert called(backend) == [*names.values()]
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        assert getattr(group, f"{name}_coalesced")([far] * 2, [far] * 2) is backend._end_coalescing.return_value
+        assert called(backend) == ["_start_coalescing", *[names[name]] * 2, "_end_coalescing"]
     # A CPU tensor of the same group does not.
-    near = torch.ones(3)
-    assert group.allreduce([near]).wait()
-    assert recorder.called == []
+    assert group.allreduce([torch.ones(3)]).wait()
+    assert called(backend) == []
 
 
 def test_a_barrier_of_devices_is_among_the_members_there_are_now() -> None:
-    before, now, cpu = Recorder(), Recorder(), Recorder()
-    for one in (before, now, cpu):
-        one.timeout_s, one._set_default_timeout = 5.0, lambda _: None
+    before, now, cpu = (Mock(spec=BACKEND, timeout_s=5.0, _set_default_timeout=lambda _: None) for _ in range(3))
     group = TorchGroup(CallStarter(Connected(dist.HashStore(), solo_group(), cpu, {"cuda": before})))
     options = dist.BarrierOptions()
     options.device_ids = [0]
-    assert group.barrier(options) == "work of barrier"
+    assert group.barrier(options) is before.barrier.return_value
     group._starter.renew(Connected(dist.HashStore(), solo_group(), cpu, {"cuda": now}))
-    assert group.barrier(options) == "work of barrier"
-    assert (before.called, now.called) == (["barrier"], ["barrier"])
+    assert group.barrier(options) is now.barrier.return_value
+    assert called(before) == called(now) == ["barrier"]
 
 
-def test_lists_of_different_lengths_are_refused() -> None:
-    group = group_alone()
-    near = torch.ones(3)
+def test_lists_of_different_lengths_and_devices_without_backend_are_refused() -> None:
+    group, near = group_alone(), torch.ones(3)
     with pytest.raises(InvalidTensorError, match="output tensors"):
         group.all_gather_single_coalesced([near], [near, near])
     with pytest.raises(InvalidTensorError, match="input tensors"):
         group.reduce_scatter_single_coalesced([near, near], [near])
-
-
-def test_a_device_without_backend_is_a_typed_error() -> None:
-    group = group_alone()
     with pytest.raises(InvalidTensorError, match="cpu"):
         group.allreduce([torch.empty(1, device="meta")])
 
 
-def failing(timeout_s: float | None) -> None:
-    raise PeerLostError("rank 1 is gone", peers=(1,))
+def lost(rank: int = 1) -> Work:
+    return Work(Mock(side_effect=PeerLostError(f"rank {rank} is gone", peers=(rank,))), lambda: True)
 
 
 def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
-    work = TorchWork(Work(failing, lambda: True), [], CallbackThread("test"))
+    work = TorchWork(lost(), [], CallbackThread("test"))
     passed_on = work.get_future().then(lambda done: done.value())
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         passed_on.wait()
@@ -140,18 +106,12 @@ def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
 def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
     watch, turn = BackwardWatch(), threading.Barrier(2, timeout=60)
 
-    def lose(rank: int) -> Callable[[float | None], None]:
-        def complete(_: float | None) -> None:
-            raise PeerLostError(f"rank {rank} is gone", peers=(rank,))
-
-        return complete
-
     def backward(rank: int) -> None:
         leaf = torch.ones(1, requires_grad=True)
 
         def hook(_: Tensor) -> None:
             turn.wait()  # Both passes are under way,
-            watch.add(Work(lose(rank), lambda: True))
+            watch.add(lost(rank))
             turn.wait()  # and neither is over before the other has added its call.
 
         leaf.register_hook(hook)
@@ -166,7 +126,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_to_the_next() -> None:
     watch, leaf = BackwardWatch(), torch.ones(1, requires_grad=True)
 
     def hook(_: Tensor) -> None:
-        watch.add(Work(failing, lambda: True))
+        watch.add(lost())
         raise ZeroDivisionError
 
     handle = leaf.register_hook(hook)
@@ -185,14 +145,10 @@ def test_a_timeout_of_zero_means_the_deadline_of_the_call() -> None:
 
 
 def test_gathered_pieces_reach_tensors_of_inference_mode() -> None:
-    group = group_alone()
     with torch.inference_mode():
         outputs: list[Tensor] = [torch.zeros(2)]
-    assert group.allgather([outputs], [torch.ones(2)]).get_future().wait()
+    assert group_alone().allgather([outputs], [torch.ones(2)]).get_future().wait()
     assert outputs[0].tolist() == [1.0, 1.0]
-
-
-# Callbacks of futures: where and in which order they run, and what becomes of them at the end.
 
 
 class Call:
@@ -236,8 +192,7 @@ def test_callbacks_run_in_the_order_of_the_calls(thread: CallbackThread, tells: 
     last = [future.then(lambda done: order.append(done.value())) for future in futures]
     for number in completed:
         calls[number].end()
-    for future in last:
-        future.wait()
+    torch.futures.wait_all(last)
     assert order == list(range(5))
 
 
@@ -263,19 +218,18 @@ def test_what_a_callback_starts_comes_before_the_next_callback(thread: CallbackT
 
     futures = [future_of(thread, first).then(start), future_of(thread, second).then(lambda _: order.append("second"))]
     first.end()
-    for future in futures:
-        future.wait()
+    torch.futures.wait_all(futures)
     assert order == ["first", "inner", "second"]
 
 
 def test_messages_do_not_wait_for_their_turn(thread: CallbackThread) -> None:
     first, second = Call(), Call()
-    waiting = [thread.future(call.work, lambda: None, in_order=False) for call in (first, second)]
+    still, over = (thread.future(call.work, lambda: None, in_order=False) for call in (first, second))
     second.end()
-    assert waiting[1].then(lambda _: 5).wait() == 5
-    assert not waiting[0].done()
+    assert over.then(lambda _: 5).wait() == 5
+    assert not still.done()
     first.end()
-    waiting[0].wait()
+    still.wait()
 
 
 @pytest.mark.parametrize("later_first", [False, True])
@@ -294,25 +248,20 @@ def test_a_callback_that_fails_is_an_error_of_its_future_only(thread: CallbackTh
     future = future_of(thread, call, 5)
     future.add_done_callback(lambda _: 1 / 0)
     future.add_done_callback(lambda _: sys.exit())
-    failed, exits, well = (
-        future.then(lambda _: 1 / 0),
-        future.then(lambda _: sys.exit()),
-        future.then(lambda done: done.value()),
-    )
+    failed, exits = future.then(lambda _: 1 / 0), future.then(lambda _: sys.exit())
+    well = future.then(lambda done: done.value())
     call.end()
     assert well.wait() == 5
-    with pytest.raises(ZeroDivisionError):
-        failed.wait()
-    with pytest.raises(ZeroDivisionError):
-        failed.then(lambda done: done.value()).wait()
+    for future in (failed, failed.then(lambda done: done.value())):
+        with pytest.raises(ZeroDivisionError):
+            future.wait()
     with pytest.raises(RuntimeError, match="SystemExit"):
         exits.wait()
 
 
 def test_the_end_completes_what_is_left() -> None:
     thread, ready, call = CallbackThread("test"), Call(), Call()
-    started = future_of(thread, ready)
-    future = future_of(thread, call, 7)
+    started, future = future_of(thread, ready), future_of(thread, call, 7)
     ready.end()
     started.wait()
     thread.stop()

@@ -1,7 +1,5 @@
 """Private names of torch: which one is gone, and what it was for."""
 
-from __future__ import annotations
-
 import importlib
 from datetime import timedelta
 from operator import attrgetter
@@ -100,10 +98,8 @@ def test_options_of_nccl_have_a_deadline() -> None:
     assert torch_private.nccl_options(timedelta(seconds=5))._timeout == timedelta(seconds=5)
 
 
-# Names that C++ looks up.
-
-
 def test_what_is_left_to_torch_is_there() -> None:
+    """C++ looks these names up."""
     named = torch_private._LEFT_TO_TORCH | torch_private._CALLS_WITH_UNDERSCORE
     later = set() if TORCH >= (2, 13) else {"merge_remote_group", "use_pg_for_symm_mem_rendezvous"}
     assert vars(dist.ProcessGroup).keys() | later >= named

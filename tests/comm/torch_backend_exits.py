@@ -1,7 +1,5 @@
 """A program whose ranks end in different ways, with groups, models and calls still there. Run by a test."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional

@@ -1,40 +1,35 @@
 """What ranks do in the tests of the backend ``bagua`` of ``torch.distributed``. Each function runs on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
+from bagua import errors
 from bagua.comm import ReconfigureOptions
 from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store
-from bagua.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    ConfigurationError,
-    InvalidTensorError,
-    PeerLostError,
-)
 from bagua.testing.ranks import this_rank
 from tests.comm import torch_group_forms
+from tests.harness import gradients
 from tests.versions import TORCH, renamed
 
 TIMEOUT_S = 20.0
@@ -56,22 +51,16 @@ def joined(port: int, size: int, nodes: tuple[int, ...] | None = None) -> Iterat
     """A default group of torch, on hosts as the ranks shall believe, and its end."""
     if nodes is not None:
         formation.nodes_from_identities = lambda hosts: nodes[: len(hosts)]
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store = connect_store(port, TIMEOUT_S)
+    store, timeout = connect_store(port, TIMEOUT_S), timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("bagua", store=store, rank=own_rank(), world_size=size, timeout=timeout)
     yield dist.get_rank()
     dist.destroy_process_group()
 
 
-def raised(error: type[Exception], function: Any, *arguments: Any, **keywords: Any) -> Exception:
-    try:
+def raised(error: type[Exception], function: Any, *arguments: Any, **keywords: Any) -> Any:
+    with pytest.raises(error) as caught:
         function(*arguments, **keywords)
-    except error as caught:
-        return caught
-    raise AssertionError(f"{function} did not raise {error.__name__}")
-
-
-# Collectives.
+    return caught.value
 
 
 def collectives(port: int, nodes: tuple[int, ...], transport: str) -> None:
@@ -80,23 +69,19 @@ def collectives(port: int, nodes: tuple[int, ...], transport: str) -> None:
     with joined(port, size, nodes) as rank:
         assert dist.get_backend() == "bagua"
         assert dist.group.WORLD.members.backend == transport
-        tags(rank, size)
-        from_any_rank(rank, size)
-        coalesced(rank, size)
-        in_functional_style(rank, size)
-        from_two_threads(rank, size)
-        refusals(rank, size)
+        for part in (tags, from_any_rank, coalesced, in_functional_style, from_two_threads, refusals):
+            part(rank, size)
 
 
 def tags(rank: int, size: int) -> None:
     """They tell messages apart, whatever their order."""
     right, left = (rank + 1) % size, (rank - 1) % size
-    first, second = torch.empty(1), torch.empty(1)
-    works = [dist.irecv(second, left, tag=2), dist.irecv(first, left, tag=1)]
-    works += [dist.isend(torch.tensor([1.0]), right, tag=1), dist.isend(torch.tensor([2.0]), right, tag=2)]
+    received = {tag: torch.empty(1) for tag in (2, 1)}
+    works = [dist.irecv(tensor, left, tag=tag) for tag, tensor in received.items()]
+    works += [dist.isend(torch.tensor([float(tag)]), right, tag=tag) for tag in (1, 2)]
     for work in works:
         work.wait()
-    assert (first.item(), second.item()) == (1.0, 2.0)
+    assert received == {1: 1.0, 2: 2.0}
 
 
 def from_any_rank(rank: int, size: int) -> None:
@@ -106,11 +91,8 @@ def from_any_rank(rank: int, size: int) -> None:
         dist.send(tensor, 0)
         dist.send(tensor + 10, 0)
         return
-    found = []
-    for _ in range(2 * (size - 1)):
-        received = torch.empty(2)
-        sender = dist.recv(received)
-        found.append((sender, received[0].item()))
+    received = torch.empty(2)
+    found = [(dist.recv(received), received[0].item()) for _ in range(2 * (size - 1))]
     assert sorted(found) == sorted((other, float(other + more)) for other in range(1, size) for more in (0, 10))
 
 
@@ -146,10 +128,8 @@ def in_functional_style(rank: int, size: int) -> None:
     assert torch.equal(functional.all_reduce(values, "sum", group).clone(), total)
     assert torch.equal(functional_reduce_scatter(values, "sum", 0, group).clone(), total.chunk(size)[rank])
     assert torch.equal(functional_all_gather(values, 0, group)[-2 * size :], torch.arange(2.0 * size) + size - 1)
-    pair = functional.all_reduce_coalesced([values, values + 1], "sum", group)
-    assert torch.equal(pair[1].clone(), total + size)
-    swapped = functional.all_to_all_single(values, None, None, group)
-    assert swapped[0].item() == 2 * rank
+    assert torch.equal(functional.all_reduce_coalesced([values, values + 1], "sum", group)[1].clone(), total + size)
+    assert functional.all_to_all_single(values, None, None, group)[0].item() == 2 * rank
     assert torch.equal(functional.broadcast(values, 1, group).clone(), torch.arange(2.0 * size) + 1)
     # Outputs become part of a graph while the call is still under way.
     weights = values.clone().requires_grad_()
@@ -162,61 +142,49 @@ def in_functional_style(rank: int, size: int) -> None:
 
 def from_two_threads(rank: int, size: int) -> None:
     """One thread sends and receives while another reduces: the calls of one group may come from several."""
-    problems: list[BaseException] = []
 
     def exchange() -> None:
-        try:
-            for number in range(20):
-                received = torch.empty(1)
-                work = dist.isend(torch.tensor([float(number)]), (rank + 1) % size)
-                dist.recv(received, (rank - 1) % size)
-                work.wait()
-                assert received.item() == number
-        except BaseException as problem:
-            problems.append(problem)
+        for number in range(20):
+            received = torch.empty(1)
+            work = dist.isend(torch.tensor([float(number)]), (rank + 1) % size)
+            dist.recv(received, (rank - 1) % size)
+            work.wait()
+            assert received.item() == number
 
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    for number in range(20):
-        dist.all_reduce(values := torch.tensor([float(number)]), async_op=True).wait()
-        assert values.item() == size * number
-    thread.join(TIMEOUT_S)
-    assert problems == []
+    with ThreadPoolExecutor(1) as thread:
+        exchanged = thread.submit(exchange)
+        for number in range(20):
+            dist.all_reduce(values := torch.tensor([float(number)]), async_op=True).wait()
+            assert values.item() == size * number
+        exchanged.result(TIMEOUT_S)
 
 
 def refusals(rank: int, size: int) -> None:
     group = dist.group.WORLD
-    raised(InvalidTensorError, dist.all_reduce, torch.empty(2, device="meta"))
-    raised(InvalidTensorError, dist.all_gather, [torch.empty(r + 1) for r in range(size)], torch.empty(1))
-    raised(ConfigurationError, group.split_group, [0])
-    raised(ConfigurationError, dist.new_group, pg_options=object())
+    raised(errors.InvalidTensorError, dist.all_reduce, torch.empty(2, device="meta"))
+    raised(errors.InvalidTensorError, dist.all_gather, [torch.empty(r + 1) for r in range(size)], torch.empty(1))
+    raised(errors.ConfigurationError, group.split_group, [0])
+    raised(errors.ConfigurationError, dist.new_group, pg_options=object())
     # A deadline of torch reaches our transport.
     patient = dist.new_group()
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=0.2), patient)
     if rank == 0:
-        error = raised(CollectiveTimeoutError, dist.all_reduce, torch.ones(1), group=patient)
+        error = raised(errors.CollectiveTimeoutError, dist.all_reduce, torch.ones(1), group=patient)
         assert error.timeout_s == 0.2
-        assert {*error.peers} <= {*range(1, size)}
-        assert error.peers
+        assert set() < {*error.peers} <= {*range(1, size)}
     dist.barrier()
-
-
-# Forms of arguments.
 
 
 def all_forms(port: int) -> None:
     """Each form on a group of Gloo and on one of ours, with equal results."""
     with joined(port, 2):
         ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
-        expected = torch_group_forms.results(gloo)
-        seen = torch_group_forms.results(ours)
-        for name, result in expected.items():
-            torch.testing.assert_close(
-                seen[name], result, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
-            )
-        raised_by = torch_group_forms.refusals(ours)
-        assert [name for name, error in raised_by.items() if not isinstance(error, ConfigurationError)] == []
+        torch.testing.assert_close(torch_group_forms.results(ours), torch_group_forms.results(gloo), rtol=0, atol=0)
+        for name, call in torch_group_forms.REFUSED.items():
+            with contextlib.suppress(errors.ConfigurationError):
+                call(ours)
+                pytest.fail(f"not refused: {name}")
         ours.allreduce(values := torch.ones(2)).wait()  # What was refused is not in the way.
         assert values.tolist() == [2.0, 2.0]
         recent = ours.members.global_communicator.statistics.recent
@@ -225,19 +193,15 @@ def all_forms(port: int) -> None:
         assert (recent[-1].call.sequence, recent[-1].call.numel) == (before + 1, 500)
 
 
-# Training.
-
-
 def as_launched(port: int, size: int = 2) -> None:
     """Torch's wrappers, with the rendezvous that torchrun prepares."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(own_rank()), WORLD_SIZE=str(size))
-    # The pool's store is there already, as an agent's would be.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # The pool's store is there already, as an agent's would be.
     dist.init_process_group("bagua")
     for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        assert_mean_of_gradients(size, options)
-    assert_mean_of_gradients(size, {}, fp16_compress_hook)
-    assert_mean_of_gradients(size, {}, own_hook)
+        assert_mean_of_gradients(size, **options)
+    for hook in (fp16_compress_hook, own_hook):
+        assert_mean_of_gradients(size, hook)
     uneven_inputs(size)
     dist.destroy_process_group()
     # The same store again, which holds what the first groups have written.
@@ -246,8 +210,7 @@ def as_launched(port: int, size: int = 2) -> None:
     dist.destroy_process_group()
     # Beside a default group of another backend.
     dist.init_process_group("gloo", store=connect_store(port, TIMEOUT_S), rank=own_rank(), world_size=size)
-    ours = dist.new_group(backend="bagua")
-    dist.all_reduce(values, group=ours)
+    dist.all_reduce(values, group=dist.new_group(backend="bagua"))
     dist.all_reduce(values)
     assert values.item() == size**3
     dist.destroy_process_group()
@@ -263,7 +226,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 2))
 
 
-def assert_mean_of_gradients(size: int, options: dict[str, Any], hook: Any = None) -> None:
+def assert_mean_of_gradients(size: int, hook: Any = None, **options: bool) -> None:
     wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2, **options)
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
@@ -275,8 +238,7 @@ def assert_mean_of_gradients(size: int, options: dict[str, Any], hook: Any = Non
     alone.load_state_dict(wrapped.module.state_dict())
     sum(alone(part).square().mean() for part in inputs).div(size).backward()
     tolerance = 2e-2 if hook is fp16_compress_hook else 1e-5
-    for one, other in zip(alone.parameters(), wrapped.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(gradients(wrapped.module), gradients(alone), rtol=tolerance, atol=tolerance / 10)
 
 
 def compiled(port: int) -> None:
@@ -295,11 +257,8 @@ def compiled(port: int) -> None:
                 for _ in range(2):
                     wrapped.zero_grad()
                     wrapped(inputs).square().mean().backward()
-                for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-                    torch.testing.assert_close(other.grad, one.grad)
-        reduce = torch.compile(
-            lambda values: functional.all_reduce(values * 2, "sum", dist.group.WORLD), backend="eager"
-        )
+                torch.testing.assert_close(gradients(model), gradients(alone.module))
+        reduce = torch.compile(lambda t: functional.all_reduce(t * 2, "sum", dist.group.WORLD), backend="eager")
         assert reduce(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
@@ -319,9 +278,6 @@ def uneven_inputs(size: int) -> None:
         torch.testing.assert_close(wrapped.module.weight.detach(), begun - moved)
 
 
-# Callbacks of futures.
-
-
 def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
     """Callbacks make calls and wait for them, however deep, while other threads make calls."""
     size = len(nodes)
@@ -329,12 +285,9 @@ def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
         assert dist.group.WORLD.members.backend == transport
         nested_callbacks(size)
         callbacks_beside_calls(size)
-        for make_state, hook in (
-            (lambda: None, default_hooks.fp16_compress_hook),
-            (compressing, powerSGD_hook.powerSGD_hook),
-            (averaging, post_localSGD_hook.post_localSGD_hook),
-        ):
-            train_with_hook(make_state(), hook)
+        train_with_hook(None, fp16_compress_hook)
+        train_with_hook(PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
+        train_with_hook(PostLocalSGDState(None, dist.new_group(), 2), post_localSGD_hook)
 
 
 def nested_callbacks(size: int) -> None:
@@ -356,19 +309,9 @@ def callbacks_beside_calls(size: int) -> None:
         torch.futures.wait_all([work.get_future() for work in works])
         return total
 
-    futures = []
-    for number in range(20):
-        values = torch.ones(3 * (number + 1))
-        futures.append(dist.all_reduce(values, async_op=True).get_future().then(reduce_again))
-    assert [int(future.wait().sum()) for future in futures] == [3 * (number + 1) * size**2 for number in range(20)]
-
-
-def compressing() -> Any:
-    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
-
-
-def averaging() -> Any:
-    return post_localSGD_hook.PostLocalSGDState(None, dist.new_group(), 2)
+    sizes = range(3, 63, 3)
+    futures = [dist.all_reduce(torch.ones(n), async_op=True).get_future().then(reduce_again) for n in sizes]
+    assert [int(future.wait().sum()) for future in futures] == [n * size**2 for n in sizes]
 
 
 def train_with_hook(state: Any, hook: Any) -> None:
@@ -376,18 +319,13 @@ def train_with_hook(state: Any, hook: Any) -> None:
     wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
     wrapped.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    inputs = torch.randn(6, 3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for batch in inputs:
+    for batch in torch.randn(6, 3, 6, generator=torch.Generator().manual_seed(dist.get_rank())):
         optimizer.zero_grad()
         wrapped(batch).square().mean().backward()
         optimizer.step()
     weights = torch.cat([parameter.detach().view(-1) for parameter in wrapped.parameters()])
-    of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, weights)
+    dist.all_gather(of_all := [torch.empty_like(weights) for _ in range(dist.get_world_size())], weights)
     assert all(torch.equal(weights, other) for other in of_all)
-
-
-# Several groups.
 
 
 def meshes(port: int) -> None:
@@ -399,8 +337,7 @@ def meshes(port: int) -> None:
 
 
 def many_groups(rank: int) -> None:
-    twin = dist.new_group()
-    gloo = dist.new_group(backend="gloo")
+    twin, gloo = dist.new_group(), dist.new_group(backend="gloo")
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     local = dist.new_group([2, 3], use_local_synchronization=True) if rank >= 2 else None
     if local and TORCH < (2, 15):  # Torch 2.15 itself counts what the others did not make.
@@ -428,23 +365,21 @@ def fully_sharded(rank: int) -> None:
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        alone, model = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
         model.load_state_dict(alone.state_dict())
         fsdp.fully_shard(model[2], mesh=mesh)
         fsdp.fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone)]
         inputs = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(3))
         for _ in range(2):
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             model(inputs[rank]).square().mean().backward()
-            optimizer.step()
-            reference.zero_grad()
             sum(alone(part).square().mean() for part in inputs).div(4).backward()
-            reference.step()
-        for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(other.full_tensor(), one.detach())
+            for optimizer in optimizers:
+                optimizer.step()
+        found = [parameter.full_tensor() for parameter in model.parameters()]
+        torch.testing.assert_close(found, [parameter.detach() for parameter in alone.parameters()])
 
 
 def on_top(rank: int) -> None:
@@ -453,19 +388,16 @@ def on_top(rank: int) -> None:
         bagua.init_process_group(backend=backend)
         assert bagua.get_default_group().backend == "shm"
         pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        groups = [bagua.from_torch_group(pair), bagua.from_torch_group(pair, backend="bagua"), bagua.new_group()]
-        groups.append(bagua.new_group(backend="bagua"))
-        assert {group.backend for group in groups} == {"shm"}
+        groups = [bagua.from_torch_group(pair), bagua.from_torch_group(pair, backend="bagua")]
+        groups += [bagua.new_group(), bagua.new_group(backend="bagua")]
         values = torch.ones(3)
         for group in groups:
+            assert group.backend == "shm"
             group.global_communicator.allreduce(values)
         dist.all_reduce(values)
         assert (values == 2 * 2 * 4 * 4 * 4).all()
         bagua.destroy_process_group()
         assert dist.is_initialized()
-
-
-# Failures.
 
 
 def lose_a_rank(port: int, size: int) -> None:
@@ -475,46 +407,40 @@ def lose_a_rank(port: int, size: int) -> None:
         handled: list[BaseException] = []
 
         def hook(_, bucket):  # handles the error of its future, and the backward pass goes on
-            future = dist.all_reduce(bucket.buffer(), group=quiet, async_op=True).get_future()
-            return future.then(lambda done: swallow(done, bucket.buffer(), handled))
+            def swallow(done: torch.futures.Future[Any]) -> torch.Tensor:
+                try:
+                    return done.value()[0]
+                except Exception as error:
+                    handled.append(error)
+                    return bucket.buffer()
+
+            return dist.all_reduce(bucket.buffer(), group=quiet, async_op=True).get_future().then(swallow)
 
         models = [DistributedDataParallel(small_model(), process_group=one) for one in (dist.new_group(), quiet)]
         models[1].register_comm_hook(None, hook)
-        for _ in range(2):  # forms the buckets
-            for model in models:
-                model(torch.randn(2, 6)).sum().backward()
+        for model in models * 2:  # forms the buckets
+            model(torch.randn(2, 6)).sum().backward()
         losses = [model(torch.randn(2, 6)).sum() for model in models]
         dist.barrier()
         if rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        lost = [raised(PeerLostError, dist.all_reduce, torch.ones(5)), raised(PeerLostError, losses[0].backward)]
+        in_a_call = raised(errors.PeerLostError, dist.all_reduce, torch.ones(5))
+        in_backward = raised(errors.PeerLostError, losses[0].backward)
         losses[1].backward()
-        for error in (*lost, handled[0]):
-            assert isinstance(error, PeerLostError)
+        for error in (in_a_call, in_backward, handled[0]):
+            assert isinstance(error, errors.PeerLostError)
             assert error.peers == (size - 1,)
 
 
-def swallow(done: torch.futures.Future[Any], buffer: torch.Tensor, handled: list[BaseException]) -> torch.Tensor:
-    try:
-        return done.value()[0]
-    except Exception as error:
-        handled.append(error)
-        return buffer
-
-
 def mixed_strings() -> None:
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     for names in ("cpu:bagua,cuda:nccl", "cpu:gloo,cuda:bagua", "cuda:gloo,cpu:bagua"):
-        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        error = raised(ConfigurationError, dist.init_process_group, names, **options)
-        assert error.argument == "backend"
-        assert not dist.is_initialized()
+        error = raised(errors.ConfigurationError, dist.init_process_group, names, **alone)
+        assert (error.argument, dist.is_initialized()) == ("backend", False)
     for name in ("cpu:bagua", "bagua"):
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(2))
         dist.destroy_process_group()
-
-
-# Other members.
 
 
 def handles_of_all(store: dist.Store, handle: str, number: int, members: list[int]) -> list[str]:
@@ -524,8 +450,7 @@ def handles_of_all(store: dist.Store, handle: str, number: int, members: list[in
 
 def reconfigured(port: int) -> None:
     """The default group loses its rank 1, which comes back as the first; groups and models are made anew."""
-    size = 3
-    with joined(port, size):
+    with joined(port, 3):
         store, group = connect_store(port, TIMEOUT_S), dist.group.WORLD
         earlier = dist.new_group([0, 1])
         for number, order in enumerate(([2, 0], [1, 2, 0])):
@@ -536,8 +461,8 @@ def reconfigured(port: int) -> None:
             assert dist.group.WORLD is group
             assert (dist.get_rank(), dist.get_world_size()) == (order.index(own_rank()), len(order))
             if earlier is not dist.GroupMember.NON_GROUP_MEMBER:
-                raised(CommunicationError, earlier.allreduce, torch.ones(1))  # Torch would look its rank up.
-            assert_mean_of_gradients(len(order), {})
+                raised(errors.CommunicationError, earlier.allreduce, torch.ones(1))  # Torch would look its rank up.
+            assert_mean_of_gradients(len(order))
             pair = dist.new_group([0, 1])
             if dist.get_rank() < 2:
                 dist.all_reduce(total := torch.tensor(float(own_rank())), group=pair)
@@ -552,7 +477,7 @@ def reconfigured_by_torch(port: int) -> None:
     dist.init_process_group("bagua", store=store, enable_reconfigure=True, **options)
     assert dist._supports_reconfigure()
     assert (dist.get_rank(), dist.get_world_size()) == (own_rank(), 2)
-    raised(CommunicationError, dist.all_reduce, torch.ones(1))
+    raised(errors.CommunicationError, dist.all_reduce, torch.ones(1))
     for number, order in enumerate(([0, 1], [1, 0])):
         handles = handles_of_all(store, dist._get_reconfigure_handle(), number, order)
         dist._reconfigure(number, handles, timeout=timedelta(seconds=TIMEOUT_S)).wait()

@@ -1,6 +1,4 @@
-"""Every form in which torch's groups take their arguments, for any backend. Functions run on each rank."""
-
-from __future__ import annotations
+"""Every form in which torch's groups take their arguments, for any backend. Functions run on each of two ranks."""
 
 import inspect
 from collections.abc import Callable
@@ -25,30 +23,17 @@ def own() -> torch.Tensor:
     return tensors_of(1)[0]
 
 
-def for_each() -> list[torch.Tensor]:
-    """One for each rank, to be sent."""
-    return tensors_of(dist.get_world_size())
-
-
 def numbers() -> torch.Tensor:
     return torch.arange(6.0) + dist.get_rank()
 
 
-def each(count: int = 0) -> list[torch.Tensor]:
+def each(count: int = 2) -> list[torch.Tensor]:
     """One for each rank, to be received."""
-    return [torch.zeros(3) for _ in range(count or dist.get_world_size())]
+    return [torch.zeros(3) for _ in range(count)]
 
 
 def at_root(tensors: list[Any]) -> list[Any]:
     return tensors if dist.get_rank() == ROOT else []
-
-
-def gathered() -> list[torch.Tensor]:
-    return at_root(each())
-
-
-def six() -> torch.Tensor:
-    return torch.zeros(6)
 
 
 def options(kind: Callable[[], Any], **fields: Any) -> Any:
@@ -59,15 +44,15 @@ def options(kind: Callable[[], Any], **fields: Any) -> Any:
 
 
 def meet(group: Any, tensors: list[torch.Tensor]) -> Any:
-    """Rank 0 sends what rank 1 receives."""
     if dist.get_rank() == 0:
         return group.send(tensors=tensors, dstRank=1, tag=0)
     return group.recv(tensors=tensors, srcRank=0, tag=0)
 
 
 one, two, three = (partial(tensors_of, count) for count in (1, 2, 3))
-room = partial(each, 1)
+room, half, six = partial(each, 1), partial(torch.zeros, 3), partial(torch.zeros, 6)
 MAX, PRODUCT = dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
+HALVES = {"output_split_sizes": [3, 3], "input_split_sizes": [3, 3]}
 #: For each form the tensors that it fills, or changes, and the call.
 FORMS: list[tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = [
     (own, lambda g, o: g.allreduce(o)),
@@ -100,33 +85,31 @@ FORMS: list[tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = [
     (each, lambda g, o: g.allgather(output_tensors=o, input_tensor=own(), timeout=SOON)),
     (each, lambda g, o: g.allgather([o], [own()])),
     (each, lambda g, o: g.allgather(output_tensors=[o], input_tensors=[own()], opts=c10d.AllgatherOptions())),
-    (lambda: [each(2 * dist.get_world_size()) for _ in range(2)], lambda g, o: g.allgather(o, tensors_of(2))),
-    (lambda: [each(2) for _ in range(dist.get_world_size())], lambda g, o: g.allgather_coalesced(o, tensors_of(2))),
-    (gathered, lambda g, o: g.gather(o, own(), ROOT)),
-    (gathered, lambda g, o: g.gather(output_tensors=o, input_tensor=own(), root=ROOT, timeout=SOON)),
-    (gathered, lambda g, o: g.gather([o] if o else [], [own()], options(c10d.GatherOptions, rootRank=ROOT))),
-    (room, lambda g, o: g.scatter(o[0], at_root(for_each()), ROOT)),
-    (room, lambda g, o: g.scatter(output_tensor=o[0], input_tensors=at_root(for_each()), root=ROOT, timeout=SOON)),
-    (room, lambda g, o: g.scatter(o, at_root([for_each()]), options(c10d.ScatterOptions, rootRank=ROOT))),
-    (room, lambda g, o: g.reduce_scatter(o[0], for_each())),
-    (room, lambda g, o: g.reduce_scatter(output=o[0], input=for_each(), op=MAX, timeout=SOON)),
-    (room, lambda g, o: g.reduce_scatter(o, [for_each()], options(c10d.ReduceScatterOptions, reduceOp=MAX))),
-    (each, lambda g, o: g.alltoall(o, for_each())),
-    (each, lambda g, o: g.alltoall(output_tensors=o, input_tensors=for_each(), opts=c10d.AllToAllOptions())),
+    (lambda: [each(4), each(4)], lambda g, o: g.allgather(o, two())),
+    (lambda: [each(), each()], lambda g, o: g.allgather_coalesced(o, two())),
+    (lambda: at_root(each()), lambda g, o: g.gather(o, own(), ROOT)),
+    (lambda: at_root(each()), lambda g, o: g.gather(output_tensors=o, input_tensor=own(), root=ROOT, timeout=SOON)),
+    (
+        lambda: at_root(each()),
+        lambda g, o: g.gather([o] if o else [], [own()], options(c10d.GatherOptions, rootRank=ROOT)),
+    ),
+    (room, lambda g, o: g.scatter(o[0], at_root(two()), ROOT)),
+    (room, lambda g, o: g.scatter(output_tensor=o[0], input_tensors=at_root(two()), root=ROOT, timeout=SOON)),
+    (room, lambda g, o: g.scatter(o, at_root([two()]), options(c10d.ScatterOptions, rootRank=ROOT))),
+    (room, lambda g, o: g.reduce_scatter(o[0], two())),
+    (room, lambda g, o: g.reduce_scatter(output=o[0], input=two(), op=MAX, timeout=SOON)),
+    (room, lambda g, o: g.reduce_scatter(o, [two()], options(c10d.ReduceScatterOptions, reduceOp=MAX))),
+    (each, lambda g, o: g.alltoall(o, two())),
+    (each, lambda g, o: g.alltoall(output_tensors=o, input_tensors=two(), opts=c10d.AllToAllOptions())),
     (six, lambda g, o: g.alltoall_base(o, numbers(), [], [])),
     (six, lambda g, o: g.alltoall_base(o, numbers(), [3, 3], [3, 3], timeout=SOON)),
-    (
-        six,
-        lambda g, o: g.all_to_all_single(
-            output=o, input=numbers(), output_split_sizes=[3, 3], input_split_sizes=[3, 3], opts=c10d.AllToAllOptions()
-        ),
-    ),
+    (six, lambda g, o: g.all_to_all_single(output=o, input=numbers(), **HALVES, opts=c10d.AllToAllOptions())),
     (six, lambda g, o: g.all_gather_single(output=o, input=own())),
     (six, lambda g, o: g._allgather_base(o, own(), opts=c10d.AllgatherOptions())),
-    (partial(torch.zeros, 3), lambda g, o: g.reduce_scatter_single(outputTensor=o, inputTensor=torch.arange(6.0))),
-    (partial(torch.zeros, 3), lambda g, o: g._reduce_scatter_base(o, torch.arange(6.0), c10d.ReduceScatterOptions())),
+    (half, lambda g, o: g.reduce_scatter_single(outputTensor=o, inputTensor=torch.arange(6.0))),
+    (half, lambda g, o: g._reduce_scatter_base(o, torch.arange(6.0), c10d.ReduceScatterOptions())),
     (lambda: [six()], lambda g, o: g.allgather_into_tensor_coalesced(outputs=o, inputs=[own()])),
-    (lambda: [torch.zeros(3)], lambda g, o: g.reduce_scatter_tensor_coalesced(outputs=o, inputs=[torch.arange(6.0)])),
+    (room, lambda g, o: g.reduce_scatter_tensor_coalesced(outputs=o, inputs=[torch.arange(6.0)])),
     (list, lambda g, _: g.barrier()),
     (list, lambda g, _: g.barrier(opts=c10d.BarrierOptions())),
     (list, lambda g, _: g.barrier(timeout=SOON)),
@@ -167,15 +150,3 @@ def results(group: Any) -> dict[str, Any]:
         # Gloo spoils the tensors of other ranks.
         found[f"{number}: {text}"] = at_root([tensors]) if "g.reduce(" in text else tensors
     return found
-
-
-def refusals(group: Any) -> dict[str, BaseException | None]:
-    """What each wrong call raises; what comes after it works as before."""
-    raised: dict[str, BaseException | None] = {}
-    for name, call in REFUSED.items():
-        try:
-            call(group)
-            raised[name] = None
-        except Exception as error:
-            raised[name] = error
-    return raised

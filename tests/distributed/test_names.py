@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import textwrap
 import threading
-import time
+from dataclasses import dataclass
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,17 +14,9 @@ import torch.distributed
 
 import bagua.comm
 import bagua.distributed as dist
-from bagua.errors import (
-    CollectiveTimeoutError,
-    ConcurrentUseError,
-    ConfigurationError,
-    InvalidRankError,
-    InvalidReduceOpError,
-    InvalidTensorError,
-    InvalidTypeError,
-    NotInitializedError,
-    RepeatedInitializationError,
-)
+from bagua import errors
+from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
+from tests.harness import until
 from tests.launching import ends, launched
 from tests.versions import TORCH
 
@@ -45,9 +39,8 @@ def test_arguments_are_those_of_torch(name):
         parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
         return [(one.name, one.default) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
-    theirs = [argument for argument in arguments(getattr(torch.distributed, name)) if not argument[0].startswith("_")]
-    theirs = [argument for argument in theirs if argument[0] not in SINCE]
-    ours = arguments(getattr(dist, name))
+    theirs, ours = arguments(getattr(torch.distributed, name)), arguments(getattr(dist, name))
+    theirs = [argument for argument in theirs if not argument[0].startswith("_") and argument[0] not in SINCE]
     assert [one for one in ours if one in theirs] == theirs
     assert ours == theirs or TORCH < (2, 13)
 
@@ -62,13 +55,11 @@ def test_the_names_that_scripts_use_are_there():
     assert dist.P2POp(dist.isend, torch.ones(1), 0, dist.GroupMember.NON_GROUP_MEMBER).peer == -1
 
 
-def add_up_as_old_scripts_do():
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, op=dist.reduce_op.SUM)
-    return tensor.tolist()
-
-
 def test_the_deprecated_class_of_reductions_is_that_of_torch(thread_ranks):
+    def add_up_as_old_scripts_do():
+        dist.all_reduce(tensor := torch.ones(2), op=dist.reduce_op.SUM)
+        return tensor.tolist()
+
     with pytest.warns(FutureWarning, match="please use `torch.distributed.ReduceOp`"):
         names = dist.reduce_op.__members__
     assert names == dist.ReduceOp.RedOpType.__members__
@@ -80,13 +71,12 @@ def test_the_deprecated_class_of_reductions_is_that_of_torch(thread_ranks):
 def test_places_are_not_known_before_initialization(function, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(errors.NotInitializedError):
         function()
 
 
 def refuse_what_is_not_there():
-    tensor, members = torch.ones(2), [1, 0]
-    sorted_pair = dist.new_group(members)
+    tensor, pair, store = torch.ones(2), dist.new_group([1, 0]), dist.HashStore()
     cases = [
         (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=-3), ConfigurationError, "tag"),
         (lambda: dist.send(tensor, dist.get_rank(), tag=3), InvalidRankError, "dst"),
@@ -100,14 +90,10 @@ def refuse_what_is_not_there():
         (lambda: dist.new_group([0], use_local_synchronization=True), ConfigurationError, "use_local_synchronization"),
         (lambda: dist.new_group([1, 0], sort_ranks=False), ConfigurationError, "ranks"),
         (dist.new_subgroups, ConfigurationError, "group_size"),
-        (
-            lambda: dist.new_subgroups(2, sorted_pair.global_communicator, pg_options=1),
-            ConfigurationError,
-            "pg_options",
-        ),
+        (lambda: dist.new_subgroups(2, pair.global_communicator, pg_options=1), ConfigurationError, "pg_options"),
         (lambda: dist.new_subgroups_by_enumeration([[0], [0, 1]]), ConfigurationError, "ranks_per_subgroup_list"),
-        (lambda: dist.get_global_rank(sorted_pair, 2), InvalidRankError, "group_rank"),
-        (lambda: dist.get_group_rank(sorted_pair, 2), InvalidRankError, "global_rank"),
+        (lambda: dist.get_global_rank(pair, 2), InvalidRankError, "group_rank"),
+        (lambda: dist.get_group_rank(pair, 2), InvalidRankError, "global_rank"),
         (lambda: dist.get_backend(dist.GroupMember.NON_GROUP_MEMBER), InvalidRankError, "group"),
         (lambda: dist.all_gather([tensor], tensor), InvalidTensorError, "tensor_list"),
         (lambda: dist.all_gather_into_tensor(tensor, tensor), InvalidTensorError, "output_tensor"),
@@ -123,24 +109,20 @@ def refuse_what_is_not_there():
         (lambda: dist.all_to_all([tensor], [tensor]), InvalidTensorError, "input_tensor_list"),
         (lambda: dist.all_gather_object([None], 1), ConfigurationError, "object_list"),
         (lambda: dist.P2POp(dist.send, tensor, 0), ConfigurationError, "op"),
-        (lambda: dist.batch_isend_irecv([1]), InvalidTypeError, "p2p_op_list"),
-        (
-            lambda: dist.init_process_group(init_method="env://", store=dist.HashStore()),
-            ConfigurationError,
-            "init_method",
-        ),
-        (lambda: dist.init_process_group(device_id="cuda"), InvalidTypeError, "device_id"),
-        (lambda: dist.destroy_process_group(sorted_pair.global_communicator), ConfigurationError, "group"),
+        (lambda: dist.batch_isend_irecv([1]), errors.InvalidTypeError, "p2p_op_list"),
+        (lambda: dist.init_process_group(init_method="env://", store=store), ConfigurationError, "init_method"),
+        (lambda: dist.init_process_group(device_id="cuda"), errors.InvalidTypeError, "device_id"),
+        (lambda: dist.destroy_process_group(pair.global_communicator), ConfigurationError, "group"),
     ]
     for call, kind, argument in cases:
         with pytest.raises(kind) as caught:
             call()
         assert caught.value.argument == argument, caught.value
-    with pytest.raises(RepeatedInitializationError):
+    with pytest.raises(errors.RepeatedInitializationError):
         dist.init_process_group()
-    assert dist.get_process_group_ranks(sorted_pair) == [0, 1]
-    dist.all_reduce(tensor, group=sorted_pair)  # Nothing was sent for what was refused.
-    dist.destroy_process_group(sorted_pair)
+    assert dist.get_process_group_ranks(pair) == [0, 1]
+    dist.all_reduce(tensor, group=pair)  # Nothing was sent for what was refused.
+    dist.destroy_process_group(pair)
     return tensor.tolist()
 
 
@@ -154,8 +136,7 @@ def call_in_a_group_of_others():
     tensor, objects = torch.full((2,), float(dist.get_rank())), [dist.get_rank()]
     dist.broadcast(tensor, src=2, group=group)
     dist.broadcast_object_list(objects, group_src=1, group=group)
-    gathered = [torch.empty(2) for _ in range(2)]
-    work = dist.all_gather(gathered, tensor, group=group, async_op=True)
+    work = dist.all_gather([torch.empty(2), torch.empty(2)], tensor, group=group, async_op=True)
     if work is not None:
         work.wait()
     source = dist.recv(tensor.zero_(), 1, group) if dist.get_rank() != 1 else dist.send(tensor + 5, 2, group)
@@ -181,8 +162,7 @@ def make_groups_of_neighbours():
     else:
         assert ends == dist.GroupMember.NON_GROUP_MEMBER
         assert dist.get_rank(ends) == dist.get_world_size(ends) == -1
-    pairs = [[0, 1], [2]]
-    mine, everyone = dist.new_subgroups_by_enumeration(pairs)
+    mine, everyone = dist.new_subgroups_by_enumeration([[0, 1], [2]])
     alone, _ = dist.new_subgroups(group_size=1)
     dist.monitored_barrier(timeout=timedelta(seconds=20))
     return len(everyone), *(dist.get_process_group_ranks(group) for group in (mine, alone))
@@ -192,29 +172,21 @@ def test_groups_and_their_parts(ranks):
     assert ranks(3, make_groups_of_neighbours) == [(2, [0, 1], [0]), (2, [0, 1], [1]), (2, [2], [2])]
 
 
+@dataclass
 class Note:
-    def __init__(self, text):
-        self.text = text
-
-    def __eq__(self, other):
-        return self.text == other.text
-
-    __hash__ = None
+    text: str
 
 
 def send_what_needs_pickle():
     rank, found = dist.get_rank(), []
+    send_or_receive = dist.recv_object_list if rank else dist.send_object_list
     for switch in ({}, {"allow_pickle": True}):
         for call in (
             lambda gathered, options: dist.all_gather_object(gathered, Note("a"), **options),
             lambda gathered, options: dist.broadcast_object_list(gathered, 0, **options),
             lambda gathered, options: dist.gather_object(Note("a"), gathered if rank == 0 else None, **options),
-            lambda gathered, options: dist.scatter_object_list(
-                gathered, [Note("a")] * 2 if rank == 0 else None, **options
-            ),
-            lambda gathered, options: (dist.recv_object_list if rank else dist.send_object_list)(
-                gathered, 1 - rank, **options
-            ),
+            lambda gathered, options: dist.scatter_object_list(gathered, None if rank else [Note("a")] * 2, **options),
+            lambda gathered, options: send_or_receive(gathered, 1 - rank, **options),
         ):
             gathered = [Note("a"), Note("a")] if rank == 0 else [None, None]
             try:
@@ -230,22 +202,20 @@ def test_objects_are_pickled_only_if_asked_for(thread_ranks):
     assert thread_ranks(2, send_what_needs_pickle) == [[True] * 10, [True] * 7 + [None] + [True] * 2]
 
 
-def be_late():
-    store_says = dist.new_group([0], timeout=timedelta(seconds=7))
-    if dist.get_rank() == 1:
-        return None
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        dist.monitored_barrier(timeout=timedelta(seconds=0.2))
-    return caught.value.peers, store_says.timeout_s
-
-
 def test_a_barrier_names_who_is_late(thread_ranks):
+    def be_late():
+        alone = dist.new_group([0], timeout=timedelta(seconds=7))
+        if dist.get_rank() == 1:
+            return None
+        with pytest.raises(errors.CollectiveTimeoutError) as caught:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        return caught.value.peers, alone.timeout_s
+
     assert thread_ranks(2, be_late) == [((1,), 7.0), None]
 
 
 def use_a_group_of_torch():
-    theirs = torch.distributed.new_group([0, 2])
-    tensor = torch.ones(1)
+    theirs, tensor = torch.distributed.new_group([0, 2]), torch.ones(1)
     dist.all_reduce(tensor, group=theirs)
     dist.broadcast(tensor, src=2, group=theirs)
     dist.all_reduce(tensor, group=torch.distributed.group.WORLD)
@@ -257,52 +227,41 @@ def test_groups_of_torch_are_taken(process_ranks):
 
 
 def test_a_url_may_say_who_this_process_is(monkeypatch):
-    asked = []
-
-    def meet(url, rank, world_size, timeout):
-        asked.append((url, rank, world_size))
-        raise InterruptedError  # Nobody else comes.
-
+    meet = Mock(side_effect=InterruptedError)  # Nobody else comes.
     monkeypatch.setattr("bagua.distributed.groups.meet_at", meet)
     with pytest.raises(InterruptedError):
         dist.init_process_group(init_method="env://?rank=1&world_size=3")
-    assert asked == [("env://?rank=1&world_size=3", -1, -1)]
-
-
-def refuse_part_of_a_batch():
-    """Rank 0 sends, in a batch of which the last message is refused, and then something else."""
-    other, received = 1 - dist.get_rank(), torch.zeros(1)
-    shared = torch.zeros(1).expand(2)
-    for wrong in (dist.P2POp(dist.irecv, shared, other), dist.P2POp(dist.isend, torch.ones(1), other, tag=-1)):
-        with pytest.raises(ConfigurationError):
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((1,), 7.0), other), wrong])
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, torch.full((1,), 5.0), other), dist.P2POp(dist.irecv, received, other)]
-    )
-    for work in works:
-        work.wait()
-    return received.item()
+    assert [asked.args[:3] for asked in meet.call_args_list] == [("env://?rank=1&world_size=3", -1, -1)]
 
 
 def test_a_batch_is_refused_before_its_first_message_is_sent(thread_ranks):
+    def refuse_part_of_a_batch():
+        """Rank 0 sends, in a batch of which the last message is refused, and then something else."""
+        other, received, shared = 1 - dist.get_rank(), torch.zeros(1), torch.zeros(1).expand(2)
+        for wrong in (dist.P2POp(dist.irecv, shared, other), dist.P2POp(dist.isend, torch.ones(1), other, tag=-1)):
+            with pytest.raises(ConfigurationError):
+                dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((1,), 7.0), other), wrong])
+        batch = [dist.P2POp(dist.isend, torch.full((1,), 5.0), other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        return received.item()
+
     assert thread_ranks(2, refuse_part_of_a_batch) == [5.0, 5.0]
-
-
-def start_a_batch():
-    """What a rank receives in a ring in which all ask first, and in which order its messages start."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.zeros(1)
-    ops = [dist.P2POp(dist.irecv, received, (rank - 1) % size),
-           dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % size)]  # fmt: skip
-    works = dist.batch_isend_irecv(ops)
-    for work in works:
-        work.wait()
-    started = bagua.comm.get_default_group().global_communicator.history()[-2:]
-    return received.item(), [re.sub(r"#\d+ (\w+)\(.* peer (\d)\)", r"\1 \2", text) for text in started]
 
 
 def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(thread_ranks):
     """NCCL makes one message of a pair after the other, and connects a pair in its first: any circle would hang."""
+
+    def start_a_batch():
+        """What a rank receives in a ring in which all ask first, and in which order its messages start."""
+        rank, size, received = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % size)
+        send = dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % size)
+        for work in dist.batch_isend_irecv([receive, send]):
+            work.wait()
+        started = bagua.comm.get_default_group().global_communicator.history()[-2:]
+        return received.item(), [re.sub(r"#\d+ (\w+)\(.* peer (\d)\)", r"\1 \2", text) for text in started]
+
     assert thread_ranks(2, start_a_batch) == [(1.0, ["send 1", "recv 1"]), (0.0, ["recv 0", "send 0"])]
     assert thread_ranks(3, start_a_batch) == [
         (2.0, ["send 1", "recv 2"]),
@@ -311,30 +270,22 @@ def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(th
     ]
 
 
-# PREMUL_SUM, which torch has on NCCL only: each rank multiplies its input before all are added.
-
-
 def reduce_with_factors(make_factor, dtype):
-    """The exact results are 1 x 1 + 2 x 10 + 3 x 100 in each element."""
+    """PREMUL_SUM, which torch has on NCCL only: the exact results are 1 x 1 + 2 x 10 + 3 x 100 in each element."""
     rank, size = dist.get_rank(), dist.get_world_size()
     op = dist._make_nccl_premul_sum(make_factor(10.0**rank))
     own = torch.full((size, 2), rank + 1.0, dtype=dtype)
-    found = []
-    dist.all_reduce(tensor := own.t().contiguous().t(), op)
-    found += tensor.flatten().tolist()
-    dist.all_reduce(tensor := own.clone().requires_grad_(), op, async_op=True).wait()
-    found += tensor.flatten().tolist()
-    dist.all_reduce_coalesced(tensors := [own[0].clone(), own[1].clone()], op)
-    found += [*tensors[0].tolist(), *tensors[1].tolist()]
-    dist.reduce(tensor := own.clone(), 1, op)
-    assert torch.equal(tensor, own) or rank == 1
-    found += tensor.flatten().tolist() if rank == 1 else []
-    output = torch.empty(2, dtype=dtype)
-    dist.reduce_scatter_single(output, own, op)
-    found += output.tolist()
-    dist.reduce_scatter(output, list(own), op)
+    shares = [torch.zeros(2, dtype=dtype) for _ in range(2)]
+    dist.all_reduce(strided := own.t().contiguous().t(), op)
+    dist.all_reduce(leaf := own.clone().requires_grad_(), op, async_op=True).wait()
+    dist.all_reduce_coalesced(rows := [own[0].clone(), own[1].clone()], op)
+    dist.reduce(at_one := own.clone(), 1, op)
+    dist.reduce_scatter_single(shares[0], own, op)
+    dist.reduce_scatter(shares[1], list(own), op)
+    assert torch.equal(at_one, own) or rank == 1
     assert torch.equal(own, torch.full((size, 2), rank + 1.0, dtype=dtype)), "an input was written"
-    return [*found, *output.tolist()]
+    found = [strided, leaf.detach(), *rows, *shares, *([at_one] if rank == 1 else [])]
+    return torch.cat([tensor.flatten() for tensor in found]).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -344,32 +295,26 @@ def test_inputs_are_multiplied_before_they_are_added(thread_ranks, make_factor, 
         assert set(found) == {321.0}
 
 
-def refuse_and_ignore():
-    tensor = torch.ones(2, dtype=torch.int64)
-    for call in (
-        lambda: dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0)),
-        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM),
-        lambda: bagua.comm.allreduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),
-    ):
-        with pytest.raises(InvalidReduceOpError) as caught:
-            call()
-        assert "multiply" in caught.value.advice.lower()
-    group = dist.new_group([0])
-    kept = torch.ones(2)
-    dist.all_reduce(kept, dist._make_nccl_premul_sum(2.0), group)
-    dist.reduce_scatter_single(torch.empty(2), kept, dist._make_nccl_premul_sum(2.0), group)
-    return kept.tolist()
-
-
 def test_what_has_no_factor_or_no_fraction_is_refused(thread_ranks):
+    def refuse_and_ignore():
+        double, kept, group = dist._make_nccl_premul_sum(2.0), torch.ones(2), dist.new_group([0])
+        for call in (
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), double),
+            lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM),
+            lambda: bagua.comm.allreduce(torch.ones(2), double),
+        ):
+            with pytest.raises(errors.InvalidReduceOpError) as caught:
+                call()
+            assert "multiply" in caught.value.advice.lower()
+        dist.all_reduce(kept, double, group)
+        dist.reduce_scatter_single(torch.empty(2), kept, double, group)
+        return kept.tolist()
+
     assert thread_ranks(2, refuse_and_ignore) == [[2.0, 2.0], [1.0, 1.0]]
 
 
-# Callbacks of futures may communicate, one after the other, while the main thread is in no call.
-
-
 def communicate_in_callbacks():
-    """Two calls; the callback of each reduces again, and both communicate in the order of the calls."""
+    """The callback of each of two calls reduces again, in the order of the calls, with the main thread in no call."""
     threads = []
 
     def again(done):
@@ -378,8 +323,8 @@ def communicate_in_callbacks():
         dist.all_reduce(tensor)
         return tensor.item()
 
-    works = [dist.all_reduce(torch.tensor([number]), async_op=True) for number in (1.0, 10.0)]
-    futures = [work.get_future().then(again) for work in works]
+    numbers = torch.tensor([[1.0], [10.0]])
+    futures = [dist.all_reduce(number, async_op=True).get_future().then(again) for number in numbers]
     totals = [future.wait() for future in futures]
     dist.barrier()
     assert threading.current_thread().name not in threads
@@ -390,37 +335,32 @@ def test_a_callback_may_communicate(ranks):
     assert ranks(3, communicate_in_callbacks) == [[9.0, 90.0, 1]] * 3
 
 
-def communicate_while_the_main_thread_does(refused):
-    """The main thread of rank 0 waits for a message, which rank 1 sends when the callback has been refused."""
-    if dist.get_rank() == 1:
-        dist.all_reduce(torch.ones(1))
-        assert refused.wait(60)
-        dist.send(torch.ones(1), 0)
-        return None
-    in_use = dist.group.WORLD.global_communicator.pipeline.in_use
-
-    def again(done):
-        while not in_use.locked():
-            time.sleep(0.001)
-        try:
-            with pytest.raises(ConcurrentUseError):
-                dist.all_reduce(done.value()[0])
-        finally:
-            refused.set()
-
-    future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(again)
-    tensor = torch.zeros(1)
-    dist.recv(tensor, 1)
-    future.wait()
-    return tensor.item()
-
-
 def test_a_callback_is_refused_inside_another_call(thread_ranks):
-    assert thread_ranks(2, communicate_while_the_main_thread_does, threading.Event()) == [1.0, None]
+    refused = threading.Event()
 
+    def communicate_while_the_main_thread_does():
+        """The main thread of rank 0 waits for a message, which rank 1 sends when the callback has been refused."""
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(1))
+            assert refused.wait(60)
+            dist.send(torch.ones(1), 0)
+            return None
+        in_use = dist.group.WORLD.global_communicator.pipeline.in_use
 
-#: The store is there already.
-AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        def again(done):
+            until(in_use.locked)
+            try:
+                with pytest.raises(errors.ConcurrentUseError):
+                    dist.all_reduce(done.value()[0])
+            finally:
+                refused.set()
+
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(again)
+        dist.recv(tensor := torch.zeros(1), 1)
+        future.wait()
+        return tensor.item()
+
+    assert thread_ranks(2, communicate_while_the_main_thread_does) == [1.0, None]
 
 
 WHOLE_PROGRAM = """
@@ -428,11 +368,10 @@ WHOLE_PROGRAM = """
     import torch
     import bagua.distributed as dist
 
-    rank, meeting = int(sys.argv[1].split()[0]), sys.argv[1].split()[1]
-    dist.init_process_group("gloo", init_method=None if meeting == "env" else meeting,
-                            **({} if meeting == "env" else {"rank": rank, "world_size": 2}))
-    tensor = torch.ones(2) * dist.get_rank()
-    dist.all_reduce(tensor)
+    rank, meeting = sys.argv[1].split()
+    place = {} if meeting == "env" else {"init_method": meeting, "rank": int(rank), "world_size": 2}
+    dist.init_process_group("gloo", **place)
+    dist.all_reduce(tensor := torch.ones(2) * dist.get_rank())
     pair = dist.new_group([1])
     dist.all_reduce(tensor, group=pair)
     print(dist.get_backend(), dist.get_rank(pair), tensor.tolist(), dist.get_node_local_rank())
@@ -446,6 +385,7 @@ WHOLE_PROGRAM = """
 @pytest.mark.parametrize("meeting", ["env", "file", "tcp"])
 def test_a_whole_program_meets_where_torch_would(meeting, tmp_path, port):
     place = {"env": "env", "file": f"file://{tmp_path}/meeting", "tcp": f"tcp://127.0.0.1:{port}"}[meeting]
-    text = "\n".join(line[4:] for line in WHOLE_PROGRAM.splitlines())
-    with launched(2, "-c", text, each=[f"{rank} {place}" for rank in range(2)], port=port, **AGENT) as ranks:
+    each = [f"{rank} {place}" for rank in range(2)]
+    there = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # The store is there already.
+    with launched(2, "-c", textwrap.dedent(WHOLE_PROGRAM), each=each, port=port, **there) as ranks:
         assert ends(ranks) == [(0, "gloo -1 [1.0, 1.0] 0\n"), (0, "gloo 0 [1.0, 1.0] 1\n")]

@@ -18,13 +18,13 @@ def exchange_out_of_order():
         dist.isend(torch.tensor([3.0, 3.0]), 1).wait()
     found = []
     if rank == 1:
-        tensors = [torch.zeros(2) for _ in range(3)]
+        tensors = torch.zeros(3, 2)
         works = [dist.irecv(tensor, 0, tag=tag) for tensor, tag in zip(tensors, (2, 2, 1), strict=True)]
         dist.recv(tensors[0], 0)  # Of no tag, it overtakes.
         found.append(tensors[0].tolist())
         for work in reversed(works):
             work.wait()
-        found += [tensor.tolist() for tensor in tensors] + [works[0].get_future().wait()[0].tolist()]
+        found += [*tensors.tolist(), works[0].get_future().wait()[0].tolist()]
     dist.barrier()
     return found
 
@@ -66,17 +66,14 @@ def send_in_pieces():
         tagged._PIECE_BYTES = 1000
         dist.send(strided, 1, tag=1)
         dist.send(torch.empty(0), 1, tag=1)
-        dist.barrier()
-        return None
-    received = torch.zeros(50, 60).t()
-    dist.recv(received, 0, tag=1)
-    assert torch.equal(received, strided)
-    dist.recv(torch.empty(0), 0, tag=1)
-    dist.barrier()
-    return dist.group.WORLD.global_communicator.store.num_keys()
+    else:
+        dist.recv(received := torch.zeros(50, 60).t(), 0, tag=1)
+        assert torch.equal(received, strided)
+        dist.recv(torch.empty(0), 0, tag=1)
+    return count_keys()
 
 
-def test_large_messages_travel_in_pieces_and_leave_nothing(process_ranks, monkeypatch):
+def test_large_messages_travel_in_pieces_and_leave_nothing(process_ranks):
     before, after = (process_ranks(2, function)[1] for function in (count_keys, send_in_pieces))
     assert after == before
 
@@ -87,79 +84,74 @@ def count_keys():
     return dist.group.WORLD.global_communicator.store.num_keys()
 
 
-def fail_to_receive(kind):
-    rank, tensor = dist.get_rank(), torch.zeros(2)
-    if rank == 0:
-        if kind == "other":
+@pytest.mark.parametrize(
+    ("sender", "error", "patience_s", "peers"),
+    [(0, CollectiveMismatchError, 20.0, (0,)), (None, CollectiveTimeoutError, 0.05, ())],
+    ids=["other", "none"],
+)
+def test_a_receive_that_fails_breaks_the_communicator(thread_ranks, sender, error, patience_s, peers):
+    def receive():
+        if dist.get_rank() == sender:
             dist.send(torch.zeros(3), 1, tag=4)
-        return None
-    expected = CollectiveMismatchError if kind == "other" else CollectiveTimeoutError
-    work = dist.irecv(tensor, 0 if kind == "other" else None, tag=4)
-    with pytest.raises(expected) as caught:
-        work.pending.wait(20.0 if kind == "other" else 0.05)
-    with pytest.raises(CommunicatorClosedError):
-        dist.irecv(tensor, 0, tag=4)
-    return caught.value.peers, bagua.comm.get_default_group().global_communicator.usable
+        if dist.get_rank() == 0:
+            return None
+        work = dist.irecv(torch.zeros(2), sender, tag=4)
+        with pytest.raises(error) as caught:
+            work.pending.wait(patience_s)
+        with pytest.raises(CommunicatorClosedError):
+            dist.irecv(torch.zeros(2), 0, tag=4)
+        return caught.value.peers, bagua.comm.get_default_group().global_communicator.usable
+
+    assert thread_ranks(2, receive)[1] == (peers, False)
 
 
-@pytest.mark.parametrize(("kind", "peers"), [("other", (0,)), ("none", ())])
-def test_a_receive_that_fails_breaks_the_communicator(thread_ranks, kind, peers):
-    assert thread_ranks(2, fail_to_receive, kind)[1] == (peers, False)
-
-
-def interrupt_a_wait():
-    """Something that runs in the middle of a wait, as a signal handler does, asks and waits for the same message."""
-    rank, tensor = dist.get_rank(), torch.zeros(2)
-    if rank == 0:
+def receive_with_a_handler(sender, install):
+    """What rank 1 receives; rank 0 sends it when ``install(work, mail)`` or the handler has come to a barrier."""
+    if dist.get_rank() == 0:
         dist.barrier()
-        dist.send(torch.ones(2), 1, tag=1)
-        return None
-    work = dist.irecv(tensor, None, tag=1).pending
-    mail = tagged.mail_of(dist.group.WORLD.global_communicator)
-    look, said = mail.find, []
-
-    def find(*arguments):
-        if not said:
-            said.append(work.is_completed())
-            with pytest.raises(ConcurrentUseError):
-                work.wait()
-        return look(*arguments)
-
-    mail.find = find
-    assert not work.is_completed()
-    dist.barrier()
-    work.wait()
-    return said, tensor.tolist()
-
-
-def test_a_handler_may_ask_but_not_wait(thread_ranks):
-    assert thread_ranks(2, interrupt_a_wait)[1] == ([False], [1.0, 1.0])
-
-
-def wait_below_a_wait():
-    rank, tensor = dist.get_rank(), torch.zeros(2)
-    if rank == 0:
-        dist.barrier()
-        dist.send(torch.ones(2), 1, tag=1)
-        return None
-    work = dist.irecv(tensor, 0, tag=1).pending
-    mail = tagged.mail_of(dist.group.WORLD.global_communicator)
-    require, nested = mail.require_open, []
-
-    def require_open(kind):
-        if not nested:  # The outer wait has found nothing, and is about to sleep.
-            nested.append(True)
-            dist.barrier()
-            work.wait()
-        require(kind)
-
-    mail.require_open = require_open
+        return dist.send(torch.ones(2), 1, tag=1)
+    work = dist.irecv(tensor := torch.zeros(2), sender, tag=1).pending
+    install(work, tagged.mail_of(dist.group.WORLD.global_communicator))
     work.wait()
     return tensor.tolist()
 
 
+def test_a_handler_may_ask_but_not_wait(thread_ranks):
+    """Something that runs in the middle of a wait, as a signal handler does, asks and waits for the same message."""
+    said = []
+
+    def install(work, mail):
+        look = mail.find
+
+        def find(*arguments):
+            if not said:
+                said.append(work.is_completed())
+                with pytest.raises(ConcurrentUseError):
+                    work.wait()
+            return look(*arguments)
+
+        mail.find = find
+        assert not work.is_completed()
+        dist.barrier()
+
+    assert thread_ranks(2, receive_with_a_handler, None, install) == [None, [1.0, 1.0]]
+    assert said == [False]
+
+
 def test_a_handler_may_wait_between_two_looks(thread_ranks):
-    assert thread_ranks(2, wait_below_a_wait)[1] == [1.0, 1.0]
+    def install(work, mail):
+        require, nested = mail.require_open, []
+
+        def require_open(kind):
+            if not nested:  # The outer wait has found nothing, and is about to sleep.
+                nested.append(True)
+                dist.barrier()
+                work.wait()
+            require(kind)
+
+        mail.require_open = require_open
+
+    assert thread_ranks(2, receive_with_a_handler, 0, install) == [None, [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("left", [{"": b"x"}, {"": b"999999"}, {"": b"1", "/0": b"no object"}, {"": b"0"}])
