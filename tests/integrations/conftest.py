@@ -1,7 +1,5 @@
 """Forked interpreters that have imported what the examples of other frameworks begin with: that takes seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

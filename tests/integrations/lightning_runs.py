@@ -1,7 +1,5 @@
 """Modules, data and Trainers for the tests of the Lightning strategy. They run on ranks that exist already."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings
@@ -17,11 +15,9 @@ import bagua.comm
 import bagua.integrations.lightning  # for the names of strategies
 from bagua.cli.demo import ByteTransformer, windows
 from bagua.testing.ranks import this_rank
-from tests.harness import State, snapshot
+from tests.harness import State, sgd, snapshot
 
 SAMPLES, BATCH = 24, 3
-
-MakeOptimizer = Callable[[Any], Any]
 
 
 def as_lightning_starts_it() -> None:
@@ -31,14 +27,10 @@ def as_lightning_starts_it() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 class Regression(pl.LightningModule):
     """A small model that logs a metric. Ranks start with different weights: the strategy has to make them equal."""
 
-    def __init__(self, optimizer: MakeOptimizer = momentum_sgd, normalized: bool = False) -> None:
+    def __init__(self, optimizer: Callable[[Any], Any] = sgd, normalized: bool = False) -> None:
         super().__init__()
         torch.manual_seed(bagua.comm.get_rank())
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -140,15 +132,10 @@ class ByHand(Regression):
             optimizer.zero_grad()
 
 
-def samples() -> tuple[torch.Tensor, torch.Tensor]:
+def loader() -> torch.utils.data.DataLoader:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, 2, generator=generator)
-
-
-def loader(rows: slice = slice(None), batch: int = BATCH) -> torch.utils.data.DataLoader:
-    inputs, targets = samples()
-    data = torch.utils.data.TensorDataset(inputs[rows], targets[rows])
-    return torch.utils.data.DataLoader(data, batch_size=batch)
+    inputs, targets = (torch.randn(SAMPLES, width, generator=generator) for width in (4, 2))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=BATCH)
 
 
 def trainer(strategy: Any, epochs: int = 2, **options: Any) -> pl.Trainer:
@@ -157,13 +144,12 @@ def trainer(strategy: Any, epochs: int = 2, **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, **(quiet | options))
 
 
-def fit(strategy: Any, module: pl.LightningModule | None = None, **options: Any) -> State:
+def fit(
+    strategy: Any, module: Any = None, checkpoint: str | None = None, validate: bool = False, **options: Any
+) -> State:
     """Train, and return the weights."""
     module = module or Regression()
-    checkpoint = options.pop("checkpoint", None)
-    data = options.pop("data", None)
-    if data is None and isinstance(module, Regression | Adversaries):
-        data = loader()
-    evaluation = loader() if options.pop("validate", False) else None
+    data = loader() if isinstance(module, Regression | Adversaries) else None
+    evaluation = loader() if validate else None
     trainer(strategy, **options).fit(module, data, evaluation, ckpt_path=checkpoint)
     return snapshot(module)

@@ -1,7 +1,5 @@
 """The jobs of several tests on one pair of processes: what each process imports for them takes seconds."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Not part of the default run: ``apt-get install slurmctld slurmd slurm-client``, then ``tox run -e clusters``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.test_framework_examples import EXAMPLES, learned
+from tests.integrations.test_framework_examples import EXAMPLES, SAYS_ITS_RANK, learned, tools
 from tests.launching import REPOSITORY, free_port
 
 pytestmark = pytest.mark.gloo
@@ -83,7 +81,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     ports = {name: free_port() for name in ("controller", "first", "second")}
     configuration = folder / "slurm.conf"
     configuration.write_text(CONFIGURATION.format(folder=folder, host=socket.gethostname(), **ports))
-    path = f"{_commands(folder / 'bin')}{os.pathsep}{os.environ['PATH']}"
+    modules = {"python": "", "torchrun": "-m torch.distributed.run", "baguarun": "-m bagua.cli.baguarun"}
+    scripts = {name: f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n' for name, words in modules.items()}
+    path = tools(folder / "bin", **scripts)
     here = {"SLURM_CONF": str(configuration), "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     shell = {**os.environ, **here, "PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1"}
     commands = [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]]
@@ -101,16 +101,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             daemon.wait()
 
 
-def _commands(folder: Path) -> Path:
-    """A folder with the commands that an installed package has."""
-    folder.mkdir()
-    modules = {"python": "", "torchrun": "-m torch.distributed.run", "baguarun": "-m bagua.cli.baguarun"}
-    for name, words in modules.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
-
-
 def _wait_for_nodes(shell: dict[str, str]) -> None:
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
@@ -123,11 +113,9 @@ def _wait_for_nodes(shell: dict[str, str]) -> None:
 
 def submit(shell: dict[str, str], folder: Path, *words: str, **variables: str) -> str:
     """What a job prints that ends well."""
-    output = folder / "output"
+    output, here = folder / "output", {"cwd": REPOSITORY, "env": {**shell, **variables}}
     command = ["sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", "--time=10", f"--output={output}", *words]
-    done = subprocess.run(
-        command, env={**shell, **variables}, capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **here)
     said = output.read_text() if output.exists() else done.stderr
     assert done.returncode == 0, said
     return said
@@ -141,11 +129,7 @@ def test_the_ddp_example_runs_on_two_nodes(cluster: dict[str, str], tmp_path: Pa
 
 def test_ranks_that_srun_starts_find_each_other(cluster: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "import bagua.torch_api as bagua\n"
-        "bagua.init_process_group()\n"
-        "print('rank', bagua.get_rank(), 'of', bagua.get_world_size(), flush=True)\n"
-    )
+    script.write_text(SAYS_ITS_RANK)
     job = tmp_path / "job.sh"
     job.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 python {script}\n")
     said = submit(cluster, tmp_path, "--ntasks-per-node=1", str(job), MASTER_PORT=str(free_port()))

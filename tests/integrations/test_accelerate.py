@@ -1,7 +1,5 @@
 """Accelerate with an algorithm of ours, on two processes."""
 
-from __future__ import annotations
-
 import types
 from pathlib import Path
 from typing import Any

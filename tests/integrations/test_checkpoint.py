@@ -1,7 +1,5 @@
 """Checkpoints through ``torch.distributed.checkpoint``: the same run again, or one of another number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from bagua.errors import ConfigurationError
 from bagua.integrations.checkpoint import load_training_state, training_state
 from bagua.integrations.fsdp import exchange_shards
 from bagua.parallel import with_bagua
-from tests.harness import State, adam, loss_of, mlp, snapshot, train_steps
+from tests.harness import State, adam, mlp, snapshot, train_steps
 from tests.versions import TORCH, needs
 
 SAVES = needs("torch.distributed.checkpoint that saves without a warning", TORCH >= (2, 13))
@@ -51,40 +49,33 @@ def anchors_of(model: Any) -> State:
     return {f"{name} {key}": value for name, one in state.items() for key, value in one.items()}
 
 
-def save_and_go_on(folder: str) -> dict[str, tuple[State, State, State]]:
-    """For each algorithm the weights and the shared state when it was saved, and the weights of the whole run."""
+def train(folder: str, resumes: bool) -> dict[str, tuple[State, State, State]]:
+    """By algorithm, the weights when they are saved or were loaded, those in the end, and the state shared at first."""
     found, rank = {}, bagua.comm.get_rank()
     for name, algorithm in ALGORITHMS.items():
-        model, optimizer = begin(algorithm)
-        train_steps(model, optimizer, rank, BEFORE)
-        saved, anchors = snapshot(model), anchors_of(model)
-        dcp.save({"training": training_state(model), "epoch": 3}, checkpoint_id=Path(folder) / name)
+        model, optimizer = begin(algorithm, seed=7 if resumes else 0)
+        if resumes:
+            load_training_state(model, Path(folder) / name)
+        else:
+            train_steps(model, optimizer, rank, BEFORE)
+        halfway, anchors = snapshot(model), anchors_of(model)
+        if not resumes:
+            dcp.save({"training": training_state(model), "epoch": 3}, checkpoint_id=Path(folder) / name)
         train_steps(model, optimizer, rank, AFTER)
-        found[name] = saved, snapshot(model), anchors
-    return found
-
-
-def resume(folder: str) -> dict[str, tuple[State, State, State]]:
-    found, rank = {}, bagua.comm.get_rank()
-    for name, algorithm in ALGORITHMS.items():
-        model, optimizer = begin(algorithm, seed=7)
-        load_training_state(model, Path(folder) / name)
-        loaded, anchors = snapshot(model), anchors_of(model)
-        train_steps(model, optimizer, rank, AFTER)
-        found[name] = loaded, snapshot(model), anchors
+        found[name] = halfway, snapshot(model), anchors
     return found
 
 
 @pytest.fixture(scope="module")
 def saved(process_pool, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return folder, process_pool.run(save_and_go_on, folder, size=2)
+    return folder, process_pool.run(train, folder, False, size=2)
 
 
 @SAVES
 def test_the_same_number_of_ranks_goes_on_bit_by_bit(process_pool, saved):
     folder, ends = saved
-    for whole, resumed in zip(ends, process_pool.run(resume, folder, size=2), strict=True):
+    for whole, resumed in zip(ends, process_pool.run(train, folder, True, size=2), strict=True):
         for name in ALGORITHMS:
             for expected, seen in zip(whole[name], resumed[name], strict=True):
                 assert all(torch.equal(one, seen[key]) for key, one in expected.items()), name
@@ -93,7 +84,7 @@ def test_the_same_number_of_ranks_goes_on_bit_by_bit(process_pool, saved):
 @SAVES
 def test_another_number_of_ranks_goes_on_from_what_all_had_in_common(process_pool, saved):
     folder, ends = saved
-    resumed = process_pool.run(resume, folder, size=3)
+    resumed = process_pool.run(train, folder, True, size=3)
     for name in ALGORITHMS:
         first, _, anchors = ends[0][name]
         assert bool(anchors) == (name == "streaming")  # The anchor, and the outer momentum.
@@ -128,8 +119,7 @@ def load_into_another_algorithm(folder: str) -> str:
     with pytest.raises(ConfigurationError) as caught:
         load_training_state(model, Path(folder) / "allreduce")
     assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
-    now = [one["exp_avg"] for one in optimizer.state.values()]
-    assert all(map(torch.equal, moments, now))
+    assert all(map(torch.equal, moments, [one["exp_avg"] for one in optimizer.state.values()]))
     assert model.bagua_step == steps
     return str(caught.value)
 
@@ -150,16 +140,12 @@ def test_other_optimizers_are_refused_before_anything_is_loaded(process_pool, sa
 def begin_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = fully_shard(tied_mlp(seed), mesh=mesh["shards"])
-    optimizer = adam(model.parameters())
-    algorithm = DiLoCoAlgorithm(4, overlap=3)
-    return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
+    optimizer, group = adam(model.parameters()), mesh["replicas"].get_group()
+    return model, optimizer, exchange_shards(model, optimizer, DiLoCoAlgorithm(4, overlap=3), group)
 
 
 def sharded_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    for number in steps:
-        optimizer.zero_grad()
-        loss_of(model, bagua.comm.get_rank(), number).backward()
-        optimizer.step()
+    train_steps(model, optimizer, bagua.comm.get_rank(), steps)
     return [one.to_local().detach().clone() for one in model.parameters()]
 
 

@@ -3,11 +3,7 @@
 And algorithms as such hooks: the same steps as through the engine, and which cannot be hooks.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,16 +15,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.comm
+from bagua import errors
 from bagua.algorithms import Algorithm, Every, Exchange, Gradients, Mean, Replace, TopKAlgorithm
 from bagua.compression import Codec, Identity, MinMaxUInt8, TopK
 from bagua.compression import registry as codecs
-from bagua.errors import (
-    CollectiveMismatchError,
-    CommunicationError,
-    ConfigurationError,
-    PeerLostError,
-    UnsupportedAlgorithmException,
-)
+from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook, register_fsdp_hook
 from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer, SumReducer
@@ -54,8 +45,8 @@ def largest(ratio: float) -> SumReducer:
     return ErrorFeedback(AllGatherReducer(TopK(ratio)))
 
 
-def _ddp(state: HookState | None, megabytes: float, wrapper=None) -> DistributedDataParallel:
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=megabytes)
+def _ddp(state: HookState | None, megabytes: float = SEVERAL, wrapper=None, make=mlp) -> DistributedDataParallel:
+    model = DistributedDataParallel(make(), bucket_cap_mb=megabytes)
     register_ddp_comm_hook(model, state, None if state is None else bagua_hook, wrapper)
     return model
 
@@ -106,15 +97,6 @@ def test_hooks_do_what_they_say_with_several_buckets_under_way(process_ranks):
         assert 0.01 * way < _distance(first[kind], plain) < way, kind
 
 
-def _every_reducer() -> dict[str, SumReducer]:
-    """Each codec, in each form that takes it, and the reducers that have none."""
-    found: dict[str, SumReducer] = {"low rank": PowerSGDReducer(1)}
-    for name in codecs:
-        for form in (AllGatherReducer, ScatterGatherReducer):
-            found[f"{name}, {form.__name__}"] = form(Codec.init(name))
-    return found
-
-
 def _gradients(model: DistributedDataParallel, steps: int) -> State:
     """The sum of what every step makes of the same gradient."""
     total: State = {}
@@ -129,23 +111,25 @@ def _gradients(model: DistributedDataParallel, steps: int) -> State:
 def _add_up(hierarchical: bool) -> tuple[State, dict[str, tuple[State, State]]]:
     """What exact steps make of one gradient; for each kind of hook what it makes of it, and what it still owes."""
     steps, found = 3, {}
-    for kind, reducer in _every_reducer().items():
+    reducers: dict[str, SumReducer] = {"low rank": PowerSGDReducer(1)}
+    for form in (AllGatherReducer, ScatterGatherReducer):
+        reducers |= {f"{name}, {form.__name__}": form(Codec.init(name)) for name in codecs}
+    for kind, reducer in reducers.items():
         how = Mean(ErrorFeedback(reducer), hierarchical)
         state = HookState(Algorithm.of(Exchange(Gradients(), Every(), how, Replace())))
-        model = _ddp(state, SEVERAL)
+        model = _ddp(state)
         done = _gradients(model, steps)
         remembered = state.state_dict(model)
         assert remembered["step"] == state.step == steps
         owed = {name: part["residual"].view_as(done[name]) for name, part in remembered["parameters"].items()}
         found[kind] = (done, owed)
         state.close()
-    return _gradients(_ddp(None, SEVERAL), steps), found
+    return _gradients(_ddp(None), steps), found
 
 
 @pytest.mark.parametrize("hosts", [None, [2, 1]], ids=["flat", "hierarchical"])
 def test_nothing_is_lost_by_any_codec_also_when_ddp_forms_its_buckets_anew(process_ranks, hosts):
-    layout = {} if hosts is None else {"hosts": hosts}
-    outcomes = process_ranks(2 if hosts is None else 3, _add_up, hosts is not None, **layout)
+    outcomes = process_ranks(2, _add_up, False) if hosts is None else process_ranks(3, _add_up, True, hosts=hosts)
     expected = outcomes[0][0]
     for kind, (done, _) in outcomes[0][1].items():
         assert_same_on_all_ranks([of_kinds[kind][0] for _, of_kinds in outcomes])
@@ -159,7 +143,7 @@ def _overflow() -> list[bool]:
     """A gradient of one rank is not finite in the second of three steps."""
     rank, seen = bagua.comm.get_rank(), []
     state = HookState(largest(0.2))
-    model = _ddp(state, SEVERAL)
+    model = _ddp(state)
     for step in range(3):
         model.zero_grad()
         loss = loss_of(model, rank, step)
@@ -173,31 +157,31 @@ def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks
     assert process_ranks(2, _overflow) == [[True, False, True, True]] * 2
 
 
-def _whole_and_resumed(make: Callable[[], HookState], stop: int) -> tuple[State, State]:
-    """The weights after six steps, and of a model that went on from step ``stop`` with what had been saved."""
-    state, rank = make(), bagua.comm.get_rank()
-    model = _ddp(state, SEVERAL)
+def _whole_and_resumed(what: object, stop: int, steps: int = 6, make=mlp) -> tuple[State, State]:
+    """The weights after all steps, and of a model that went on from step ``stop`` with what had been saved."""
+    state, rank = HookState(what), bagua.comm.get_rank()
+    model = _ddp(state, make=make)
     optimizer = sgd(model.parameters())
     train_steps(model, optimizer, rank, range(stop))
     weights, moments = snapshot(model.module), copy.deepcopy(optimizer.state_dict())
-    saved = state.state_dict(model)
-    train_steps(model, optimizer, rank, range(stop, 6))
+    saved = state.state_dict(model.module)
+    train_steps(model, optimizer, rank, range(stop, steps))
     state.close()
 
-    later = make()
-    again = _ddp(later, SEVERAL)
+    later = HookState(what)
+    again = _ddp(later, make=make)
     again.module.load_state_dict(weights)
     optimizer = sgd(again.parameters())
     optimizer.load_state_dict(moments)
     later.load_state_dict(saved, again)
-    assert later.state_dict(again.module).keys() == saved.keys()
-    train_steps(again, optimizer, rank, range(stop, 6))
-    assert later.step == 6
+    assert later.state_dict(again).keys() == saved.keys()
+    train_steps(again, optimizer, rank, range(stop, steps))
+    assert later.step == steps
     later.close()
     return snapshot(model.module), snapshot(again.module)
 
 
-def _refuse_other_states() -> None:
+def _load_what_is_of_something_else() -> None:
     state = HookState(largest(0.05))
     model = _ddp(state, ONE)
     train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(1))
@@ -212,15 +196,10 @@ def _refuse_other_states() -> None:
         HookState(largest(0.05)).load_state_dict(saved, nn.Linear(1, 1))
 
 
-def test_a_state_of_something_else_is_refused(process_ranks):
-    process_ranks(2, _refuse_other_states)
-
-
 def _resume_in_other_buckets() -> list[tuple[State, State]]:
     """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
-
     cases = ((BLOCKS, 1), (low_rank(1), 1), (BLOCKS, 2), (low_rank(1), 3))
-    return [_whole_and_resumed(partial(HookState, reducer), stop) for reducer, stop in cases]
+    return [_whole_and_resumed(reducer, stop) for reducer, stop in cases]
 
 
 def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(process_ranks):
@@ -229,19 +208,19 @@ def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(proc
             assert all(torch.equal(one, resumed[name]) for name, one in whole.items())
 
 
-def _load_on_one_rank() -> None:
+def _load_on_one_rank_only() -> None:
     state, rank = HookState(largest(0.2)), bagua.comm.get_rank()
-    model = _ddp(state, SEVERAL)
-    optimizer = sgd(model.parameters())
+    model = _ddp(state)
     if rank == 0:
         state.load_state_dict({**state.state_dict(model), "step": 3}, model)
-    with pytest.raises(CollectiveMismatchError, match=r"different states of this hook.*on every rank") as caught:
-        train_steps(model, optimizer, rank, range(1))
+    with pytest.raises(errors.CollectiveMismatchError, match=r"different states of this hook.*on every rank") as caught:
+        train_steps(model, sgd(model.parameters()), rank, range(1))
     assert {caught.value.expected, caught.value.seen} == {"loaded state: of step 3", "loaded state: none"}
 
 
-def test_a_state_that_one_rank_has_loaded_is_an_error_on_all(process_ranks):
-    process_ranks(2, _load_on_one_rank)
+@pytest.mark.parametrize("load", [_load_what_is_of_something_else, _load_on_one_rank_only])
+def test_a_state_that_does_not_fit_is_an_error_on_all_ranks(process_ranks, load):
+    process_ranks(2, load)
 
 
 def _load_between_steps(ranks: tuple[int, ...]) -> str:
@@ -251,7 +230,7 @@ def _load_between_steps(ranks: tuple[int, ...]) -> str:
             state.load_state_dict(state.state_dict(module), module)
         try:
             state.exchange_part("weight", torch.ones(16))
-        except CommunicationError as error:
+        except errors.CommunicationError as error:
             return str(error)
     return f"step {state.step}"
 
@@ -264,11 +243,11 @@ def test_a_state_may_be_loaded_between_steps_on_all_ranks_only(thread_ranks):
 
 
 def _lose_a_peer() -> str:
-    model = _ddp(HookState(BYTES), SEVERAL)
+    model = _ddp(HookState(BYTES))
     for step in range(2):  # In the second one DDP has formed its buckets for good.
         loss_of(model, bagua.comm.get_rank(), step).backward()
     die_last(bagua.comm.get_rank() == 1, 1)
-    with pytest.raises(PeerLostError) as caught:
+    with pytest.raises(errors.PeerLostError) as caught:
         loss_of(model, 0, 1).backward()
     return type(caught.value).__name__
 
@@ -320,7 +299,7 @@ def _on_torch_alone() -> bool:
     bagua.comm.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("alone", store), rank=rank, world_size=2)
     state = HookState(BYTES)
-    model = _ddp(state, SEVERAL)
+    model = _ddp(state)
     loss_of(model, rank, 0).backward()
     joined = bagua.comm.is_initialized() and state.group.size == 2
     del model  # As the last one that has the group, it may wait for a thread of Gloo, which waits for Python's lock.
@@ -344,7 +323,7 @@ def test_what_is_no_state_is_refused():
         register_fsdp_hook(nn.Linear(1, 1), HookState("sign_sgd"))
     with pytest.raises(ConfigurationError, match="with_bagua"):
         HookState(Algorithm.init("local_sgd", inner="gradient_allreduce"))
-    with pytest.raises(UnsupportedAlgorithmException, match="bytegrad"):
+    with pytest.raises(errors.UnsupportedAlgorithmException, match="bytegrad"):
         HookState("bytegard")
 
 
@@ -353,7 +332,7 @@ STEPS, HALF = 8, 3
 HOOKS = {
     "gradient_allreduce": {},
     "bytegrad": {"warmup_steps": 2},
-    "power_sgd": {"warmup_steps": 2},
+    "power_sgd": {"warmup_steps": 2, "matrix_rank": 1},
     "top_k": {"warmup_steps": 1, "density_steps": 4, "ratio": 0.05},
     "sign_sgd": {"warmup_steps": 2},
     "loco": {"warmup_steps": 2, "reset_every": 5},
@@ -363,49 +342,21 @@ HOOKS = {
 def _matrix() -> nn.Linear:
     """A model that has one layout, however gradients are put into buckets."""
     torch.manual_seed(0)
-    return nn.Linear(24, 16, bias=False)
+    return nn.Linear(8, 4, bias=False)
 
 
-def _train_matrix(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        random = torch.Generator().manual_seed(100 * step + bagua.comm.get_rank())
-        optimizer.zero_grad()
-        trained(torch.randn(8, 24, generator=random)).square().mean().backward()
-        optimizer.step()
-
-
-def _hooked(state: HookState | None, steps: range, start: State | None = None, saved: object = None) -> nn.Module:
-    model = _matrix()
-    model.load_state_dict(start or model.state_dict())
-    wrapped = DistributedDataParallel(model)
-    if state is not None:
-        wrapped.register_comm_hook(state, bagua_hook)
-        if saved is not None:
-            state.load_state_dict(saved, wrapped)
-    _train_matrix(wrapped, torch.optim.SGD(model.parameters(), lr=0.2), steps)
-    return model
-
-
-def _through_the_engine(algorithm: Algorithm) -> nn.Module:
-    model = _matrix()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    with_bagua(model, [optimizer], algorithm)
-    _train_matrix(model, optimizer, range(STEPS))
-    return model
-
-
-def _each_way() -> dict[str, list[State]]:
+def _each_way() -> dict[str, tuple[State, ...]]:
     """Through the engine, through a hook, and through a hook that is saved and goes on; what plain DDP does."""
-    found = {"plain": [snapshot(_hooked(None, range(STEPS)))]}
+    rank, plain = bagua.comm.get_rank(), _ddp(None, make=_matrix)
+    train_steps(plain, sgd(plain.parameters()), rank, range(STEPS))
+    found = {"plain": (snapshot(plain.module),)}
     for name, options in HOOKS.items():
         algorithm = Algorithm.init(name, hierarchical=False, **options)
-        states = [HookState(algorithm) for _ in range(3)]
-        whole, half = _hooked(states[0], range(STEPS)), _hooked(states[1], range(HALF))
-        saved = states[1].state_dict(half)
-        resumed = _hooked(states[2], range(HALF, STEPS), half.state_dict(), saved)
-        found[name] = [snapshot(model) for model in (_through_the_engine(algorithm), whole, resumed)]
-        for state in states:
-            state.close()
+        engine = _matrix()
+        optimizer = sgd(engine.parameters())
+        with_bagua(engine, [optimizer], algorithm)
+        train_steps(engine, optimizer, rank, range(STEPS))
+        found[name] = snapshot(engine), *_whole_and_resumed(algorithm, HALF, STEPS, _matrix)
     return found
 
 

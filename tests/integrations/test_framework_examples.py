@@ -1,7 +1,5 @@
 """Examples of the pages about other frameworks and about clusters, run as a user would run them; the config of Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -21,13 +19,17 @@ from tests.launching import REPOSITORY, ends, environment, free_port
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 EXAMPLES = REPOSITORY / "examples"
+SAYS_ITS_RANK = """
+import bagua.torch_api as bagua
+bagua.init_process_group()
+print("rank", bagua.get_rank(), "of", bagua.get_world_size(), flush=True)
+"""
 
 
 def run(*command: str, **variables: str) -> str:
     """What a command prints; it lasts no longer than the test."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=environment(**variables), check=False
-    )
+    here = {"cwd": REPOSITORY, "env": environment(**variables)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **here)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -91,11 +93,7 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
 def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_path):
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     script = tmp_path / "train.py"
-    script.write_text(
-        "import bagua.torch_api as bagua\n"
-        "bagua.init_process_group()\n"
-        "print('rank', bagua.get_rank(), 'of', bagua.get_world_size())\n"
-    )
+    script.write_text(SAYS_ITS_RANK)
     places = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -179,21 +177,14 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         torch_config()
 
 
-@dataclasses.dataclass
-class ConfigOfRay:
-    """What this integration needs of Ray's ``TorchConfig``."""
+def test_ray_never_gets_less_time_than_was_asked_for_and_no_time_at_all_is_refused(monkeypatch):
+    @dataclasses.dataclass
+    class ConfigOfRay:
+        timeout_s: int = 1800
+        backend_cls = object
 
-    timeout_s: int = 1800
-    backend_cls = object
-
-
-@pytest.mark.parametrize(("asked_s", "of_ray"), [(1800.0, 1800), (0.5, 1), (1.2, 2), (float("inf"), 365 * 24 * 3600)])
-def test_ray_never_gets_less_time_than_was_asked_for(monkeypatch, asked_s, of_ray):
     monkeypatch.setitem(sys.modules, "ray.train.torch", types.SimpleNamespace(TorchConfig=ConfigOfRay))
-    assert torch_config(timeout_s=asked_s).timeout_s == of_ray
-
-
-def test_no_time_at_all_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray.train.torch", types.SimpleNamespace(TorchConfig=ConfigOfRay))
+    for asked_s, of_ray in ((1800.0, 1800), (0.5, 1), (1.2, 2), (float("inf"), 365 * 24 * 3600)):
+        assert torch_config(timeout_s=asked_s).timeout_s == of_ray
     with pytest.raises(ConfigurationError, match="timeout_s"):
         torch_config(timeout_s=0)

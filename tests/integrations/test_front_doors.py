@@ -1,7 +1,5 @@
 """The table of what works with what: each word of it is asked of the code, without training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable

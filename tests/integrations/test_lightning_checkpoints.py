@@ -1,7 +1,5 @@
 """Checkpoints of the strategy: with every algorithm, of other strategies, and of other numbers of ranks."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ REMEMBERING = {
     *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized"),
     *("local_sgd", "slowmo", "diloco", "one_bit_lamb"),
 }
-
-
 #: Whose training is resumed: also one with nothing to remember, and one that averages in the background.
 RESUMED = REMEMBERING | {"gradient_allreduce", "async"}
 
@@ -49,9 +45,7 @@ class SaveOnce(pl.Callback):
     """Writes a checkpoint at the end of the first epoch."""
 
     def __init__(self, path: str, weights_only: bool = False) -> None:
-        self.path = path
-        self.weights_only = weights_only
-        self.weights: State = {}
+        self.path, self.weights_only = path, weights_only
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
@@ -87,16 +81,10 @@ def _stop_and_go_on(folder: str) -> dict[str, list[State]]:
         if name in REMEMBERING:
             forgetful = _edit(path, f"{path}.{runs.this_rank.get().rank}", lambda checkpoint: checkpoint.pop("bagua"))
             found[name].append(runs.fit(f"bagua_{name}", _module(name), checkpoint=forgetful))
-    return {**found, "in flight": _saved_in_flight(f"{folder}/flight.ckpt")}
-
-
-def _saved_in_flight(path: str) -> list[State]:
-    """Whole and resumed: after the four steps of an epoch an exchange is under way."""
-
-    def strategy() -> BaguaStrategy:
-        return BaguaStrategy(DiLoCoAlgorithm(5, overlap=2))
-
-    return [runs.fit(strategy(), callbacks=[SaveOnce(path)]), runs.fit(strategy(), checkpoint=path)]
+    path, in_flight = f"{folder}/flight.ckpt", DiLoCoAlgorithm(5, overlap=2)  # After the four steps of an epoch.
+    found["in flight"] = [runs.fit(BaguaStrategy(in_flight), callbacks=[SaveOnce(path)])]
+    found["in flight"].append(runs.fit(BaguaStrategy(in_flight), checkpoint=path))
+    return found
 
 
 def _equal(one: State, other: State) -> bool:
@@ -179,11 +167,9 @@ class Partial(runs.Regression):
 
 def _save_in_part(folder: str) -> tuple[State, State]:
     runs.as_lightning_starts_it()
-    path = f"{folder}/part.ckpt"
-    save = SaveOnce(path)
+    again, save = Partial(), SaveOnce(f"{folder}/part.ckpt")
     runs.fit("bagua_decentralized", Partial(), callbacks=[save], epochs=1)
-    again = Partial()
-    runs.trainer("bagua_decentralized", epochs=1).fit(again, runs.loader(), ckpt_path=path)
+    runs.trainer("bagua_decentralized", epochs=1).fit(again, runs.loader(), ckpt_path=save.path)
     return save.weights, {name: parameter.detach().clone() for name, parameter in again.named_parameters()}
 
 

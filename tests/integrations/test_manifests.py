@@ -1,7 +1,5 @@
 """The manifests for Kubernetes: their names and ports fit together, and Kubernetes' own schemas know every field."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

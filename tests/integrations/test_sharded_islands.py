@@ -1,7 +1,5 @@
 """Islands that FSDP2 shards inside: each rank exchanges its shards with its counterparts, while islands go and come."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time
@@ -13,23 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bagua.comm
-from bagua.algorithms import BetweenIslands, DiLoCoAlgorithm, How, LocalSGDAlgorithm, Sum
+from bagua.algorithms import Algorithm, BetweenIslands, DiLoCoAlgorithm, How, LocalSGDAlgorithm, Sum
 from bagua.comm import new_group, open_store
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.integrations.fsdp import _ForAllShards, exchange_shards
 from bagua.membership import Islands
 from bagua.membership.state import Deadlines
-from tests.harness import State, seeded
-from tests.integrations.test_fsdp import (
-    SHARDS,
-    assert_near,
-    divisor_of,
-    loss_of,
-    optimizer_of,
-    train_step,
-    uneven,
-    whole,
-)
+from tests.harness import State
+from tests.integrations import test_fsdp as fsdp
+from tests.integrations.test_fsdp import SHARDS, assert_near, loss_of, mesh_of, optimizer_of, train_steps, uneven, whole
 
 PERIOD = 2
 ALGORITHM = DiLoCoAlgorithm(PERIOD, outer_lr=0.7, outer_momentum=0.5)
@@ -51,25 +41,24 @@ def joined(where: str, group: bagua.comm.ProcessGroup, name: str) -> Islands:
     return Islands(open_store(where, 240.0), where, size=2, name=name, **options)
 
 
-def mesh_of(shards: int) -> Any:
-    """The ranks of this island as a mesh. Collective among all."""
-    replicas = bagua.comm.get_world_size() // shards
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))["shards"]
-
-
-def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple[State, tuple[int, ...]]]:
-    """By step after which islands exchanged, the weights of all shards, and who contributed."""
+def begin(islands: Islands, mesh: Any, algorithm: Algorithm, seed: int = 0) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model, its optimizer, and what is exchanged for it."""
     model = uneven(seed)
     for part in (model[0], model):
         fully_shard(part, mesh=mesh)
     optimizer = optimizer_of(model)
-    exchange = exchange_shards(model, optimizer, ALGORITHM, between=islands)
+    return model, optimizer, exchange_shards(model, optimizer, algorithm, between=islands)
+
+
+def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple[State, tuple[int, ...]]]:
+    """By step after which islands exchanged, the weights of all shards, and who contributed."""
+    model, optimizer, exchange = begin(islands, mesh, ALGORITHM, seed)
     found = {}
     for step in range(exchange.bagua_step + 1, steps + 1):
         if step == 4 * PERIOD:  # The exchange after this step has to see the one that came again.
             while not any(seat > 1 and one.waiting for seat, one in islands._state.roster.records.items()):
                 time.sleep(0.002)
-        train_step(model, optimizer, step)
+        train_steps(model, optimizer, step)
         if step % PERIOD == 0:
             found[step] = (whole(model), islands.members().contributed)
     exchange.bagua_close()
@@ -81,7 +70,7 @@ class BrokenDiskError(Exception):
 
 
 def go_and_come_again(where: str) -> list[dict[int, tuple[State, tuple[int, ...]]]]:
-    group, mesh = own_group(SHARDS), mesh_of(SHARDS)
+    group, mesh = own_group(SHARDS), mesh_of(SHARDS)["shards"]
     rows, goes = [], bagua.comm.get_rank() >= SHARDS
     with contextlib.suppress(BrokenDiskError), joined(where, group, "a run") as islands:
         rows.append(train(islands, mesh, islands.seat, 2 * PERIOD if goes else 6 * PERIOD))
@@ -118,7 +107,7 @@ def in_one_piece(crowds: list[tuple[int, ...]], founder: dict[int, int]) -> list
             for step in range(number * PERIOD + 1, (number + 1) * PERIOD + 1):
                 optimizer.zero_grad()
                 ranks = [SHARDS * founder[seat] + rank for rank in range(SHARDS)]
-                (sum(loss_of(model, rank, step) for rank in ranks) / divisor_of(ALGORITHM)).backward()
+                (sum(loss_of(model, rank, step) for rank in ranks) / fsdp.divisor_of(ALGORITHM)).backward()
                 optimizer.step()
         for name, one in anchor.items():
             ends = [islands[seat][0].get_parameter(name).detach() for seat in seats]
@@ -146,18 +135,15 @@ def test_an_island_of_shards_goes_and_comes_again(process_ranks, where):
 def train_at_own_pace(where: str) -> tuple[int, dict[int, int], int, list[State]]:
     """Seat, numbers of steps, own steps, and the weights after each period of six; the second island takes thrice."""
     period, now = 6, [0.0]
-    mesh = mesh_of(SHARDS)
+    mesh = mesh_of(SHARDS)["shards"]
     with joined(where, own_group(SHARDS), "a run") as islands:
         islands.pace._clock = lambda: now[0]
-        model = uneven(islands.seat)
-        fully_shard(model, mesh=mesh)
-        optimizer = optimizer_of(model)
-        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(period, pace="own"), between=islands)
+        model, optimizer, exchange = begin(islands, mesh, LocalSGDAlgorithm(period, pace="own"), islands.seat)
         found, steps = [], 0
         while exchange.bagua_step < 3 * period:
             now[0] += 1.0 + 2.0 * islands.seat
             steps += 1
-            train_step(model, optimizer, steps)
+            train_steps(model, optimizer, steps)
             if exchange.bagua_step % period == 0:
                 found.append(whole(model))
         exchange.bagua_close()
@@ -174,23 +160,9 @@ def test_islands_of_shards_have_a_pace_of_their_own(process_ranks, where):
 
 
 def bytes_between(shards: int, where: str) -> int:
-    """What this rank sends to other islands in an outer step of a model whose parts are much larger than padding."""
     with joined(where, own_group(shards), f"islands of {shards}") as islands:
-        with seeded():
-            model = torch.nn.Linear(64, 63)
-        fully_shard(model, mesh=mesh_of(shards))
-        optimizer = optimizer_of(model)
-        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), between=islands)
-        sent = 0
-        for _ in range(2):
-            communicator = islands._state.link[1].global_communicator
-            before = communicator.statistics.sent_bytes()
-            optimizer.zero_grad()
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
-            sent = communicator.statistics.sent_bytes() - before
-        exchange.bagua_close()
-        return sent
+        mesh = mesh_of(shards)["shards"]
+        return fsdp.bytes_of_wide(mesh, lambda _: islands._state.link[1].global_communicator, between=islands)
 
 
 def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(process_ranks, where):
@@ -201,13 +173,10 @@ def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(
 
 def load_late(where: str) -> None:
     with joined(where, own_group(SHARDS), "a run") as islands:
-        model = uneven()
-        fully_shard(model, mesh=mesh_of(SHARDS))
-        optimizer = optimizer_of(model)
-        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), between=islands)
+        model, optimizer, exchange = begin(islands, mesh_of(SHARDS)["shards"], LocalSGDAlgorithm(1))
         saved = exchange.bagua_state_dict()
         exchange.bagua_load_state_dict(saved)
-        train_step(model, optimizer, 1)
+        train_steps(model, optimizer, 1)
         with pytest.raises(ConfigurationError, match=f"seat {islands.seat} loads weights or state"):
             exchange.bagua_load_state_dict(saved)
         exchange.bagua_close()

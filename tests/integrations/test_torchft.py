@@ -1,7 +1,6 @@
 """Torchft's manager with our groups: replicas that survive a kill, and its frame of a group."""
 
-from __future__ import annotations
-
+import contextlib
 import re
 import subprocess
 import sys
@@ -22,46 +21,29 @@ from tests.launching import REPOSITORY, environment
 pytestmark = pytest.mark.gloo
 
 
-class Replicas:
-    """Processes of the example, and the lighthouse that they ask."""
-
-    def __init__(self, method: str, lighthouse: Any) -> None:
-        self._command = [sys.executable, str(EXAMPLES / "use_torchft.py"), "--method", method, "--steps", "8"]
-        self._command += ["--lighthouse", lighthouse.address()]
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, number: int, *options: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*self._command, "--replica", str(number), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=REPOSITORY,
-            env=environment(),
-        )
-        self.started.append(process)
-        return process
-
-
 @pytest.mark.parametrize("method", ["ddp", "local_sgd", "diloco"])
 def test_a_replica_that_is_killed_in_backward_comes_back(method: str) -> None:
     coordination = pytest.importorskip("torchft.coordination", reason="needs the extra torchft")
     lighthouse = coordination.LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=1000
     )
-    replicas = Replicas(method, lighthouse)
-    try:
-        survivor, killed = replicas.start(0), replicas.start(1, "--die-after", "3")
+    command = [sys.executable, str(EXAMPLES / "use_torchft.py"), "--method", method, "--steps", "8"]
+    command += ["--lighthouse", lighthouse.address()]
+    here = {"cwd": REPOSITORY, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with contextlib.ExitStack() as stack:
+        stack.callback(lighthouse.shutdown)
+
+        def start(number: int, *options: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen([*command, "--replica", str(number), *options], text=True, **here)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        survivor, killed = start(0), start(1, "--die-after", "3")
         killed.communicate(timeout=240)
         assert killed.returncode == -9
-        back = replicas.start(1)
+        back = start(1)
         outputs = [process.communicate(timeout=240)[0] for process in (survivor, back)]
-    finally:
-        for process in replicas.started:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        lighthouse.shutdown()
     assert (survivor.returncode, back.returncode) == (0, 0)
     ends = [re.findall(r"replica \d ends with (-?\d+\.\d+)", output) for output in outputs]
     assert len(ends[0]) == 1

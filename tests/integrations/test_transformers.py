@@ -1,7 +1,5 @@
 """The Trainer of Transformers with an algorithm of ours, on two processes."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os
@@ -35,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[Any, list[Any]]:
-    jobs = (stop_and_go_on, accumulate_and_clip, derived, find_the_batch_size, search, without_bagua)
+    jobs = (stop_and_go_on, accumulated_and_clipped, with_a_derived_trainer, find_the_batch_size, search, without_bagua)
     return run_all({job: (str(folder / job.__name__),) for job in jobs})
 
 
@@ -52,9 +50,8 @@ class Model(nn.Module):
         return {"loss": (outputs - labels).square().mean(), "logits": outputs}
 
 
-def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
-    random = torch.Generator().manual_seed(1)
-    inputs = torch.randn(64, 8, generator=random)
+def make_trainer(folder: str, kind: type | None = None, model: type[Model] = Model, **options: Any) -> Any:
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     data = [{"inputs": row, "labels": row[0] * row[1]} for row in inputs]
     arguments = {
         "max_steps": STEPS,
@@ -69,20 +66,19 @@ def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
         "logging_strategy": "no",
         **options,
     }
-    rank = int(os.environ.get("RANK", "0"))
-    return (kind or transformers.Trainer)(
-        Model(rank), transformers.TrainingArguments(folder, **arguments), train_dataset=data, eval_dataset=data[:8]
-    )
+    given = model(int(os.environ.get("RANK", "0"))), transformers.TrainingArguments(folder, **arguments)
+    return (kind or transformers.Trainer)(*given, train_dataset=data, eval_dataset=data[:8])
 
 
-def train(name: str, folder: str, checkpoint: str | None, options: dict[str, Any]) -> tuple[State, str]:
+def train(name: str, folder: str, checkpoint: str | None = None, **options: Any) -> tuple[State, Any]:
+    """The weights in the end, and the trainer."""
     trainer = make_trainer(folder, **options)
     if name == "diloco":  # The checkpoint after three steps is saved while an exchange is under way.
         attach(trainer, name, sync_every=2, overlap=1, find_unused_parameters=False)
     elif name != "ddp":
         attach(trainer, name)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return snapshot(trainer.model), type(trainer.model_wrapped).__name__
+    return snapshot(trainer.model), trainer
 
 
 def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
@@ -90,9 +86,9 @@ def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
     results = []
     for name in NAMES:
         own = f"{folder}/{name}"
-        whole, wrapped = train(name, own, None, {})
-        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}", {})
-        results.append((whole, resumed, wrapped))
+        whole, trainer = train(name, own)
+        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}")
+        results.append((whole, resumed, type(trainer.model_wrapped).__name__))
     return results
 
 
@@ -111,15 +107,15 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: dict[Any, list[A
         assert_same_on_all_ranks([rank[position][0] for rank in ranks])
 
 
-def test_accumulated_and_clipped_gradients_are_those_of_ddp(results: dict[Any, list[Any]]) -> None:
-    for ddp, allreduce in results[accumulate_and_clip]:
-        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
-
-
-def accumulate_and_clip(folder: str) -> list[State]:
+def train_both(folder: str, **options: Any) -> tuple[list[State], list[Any]]:
+    """What DDP and our mean of gradients end with, and their trainers."""
     as_torchrun_starts_it()
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "save_strategy": "epoch"}
-    return [train(name, f"{folder}/{name}", None, options)[0] for name in ("ddp", "gradient_allreduce")]
+    ddp, allreduce = (train(name, f"{folder}/{name}", **options) for name in NAMES[:2])
+    return [ddp[0], allreduce[0]], [ddp[1], allreduce[1]]
+
+
+def accumulated_and_clipped(folder: str) -> list[State]:
+    return train_both(folder, gradient_accumulation_steps=2, max_grad_norm=0.1, save_strategy="epoch")[0]
 
 
 class PreferenceTrainer(transformers.Trainer):
@@ -133,21 +129,15 @@ class PreferenceTrainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def derived(folder: str) -> list[State]:
-    as_torchrun_starts_it()
-    states = []
-    for name in ("ddp", "gradient_allreduce"):
-        trainer = make_trainer(f"{folder}/{name}", PreferenceTrainer)
-        if name != "ddp":
-            attach(trainer, name)
-        trainer.train()
-        assert trainer.margin
-        states.append(snapshot(trainer.model))
+def with_a_derived_trainer(folder: str) -> list[State]:
+    states, trainers = train_both(folder, kind=PreferenceTrainer)
+    assert all(trainer.margin for trainer in trainers)
     return states
 
 
-def test_classes_that_derive_from_trainer_work(results: dict[Any, list[Any]]) -> None:
-    for ddp, allreduce in results[derived]:
+@pytest.mark.parametrize("job", [accumulated_and_clipped, with_a_derived_trainer])
+def test_gradients_are_those_of_ddp(results: dict[Any, list[Any]], job: Any) -> None:
+    for ddp, allreduce in results[job]:
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
 
 
@@ -159,8 +149,6 @@ class TooLarge(Model):
 
 
 def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
-    as_torchrun_starts_it()
-    states: list[State] = []
     logged: list[str] = []
 
     def hear(record: logging.LogRecord) -> bool:
@@ -168,13 +156,7 @@ def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
         return False
 
     logging.getLogger("bagua").addFilter(hear)
-    for name in ("ddp", "gradient_allreduce"):
-        trainer = make_trainer(f"{folder}/{name}", eval_strategy="no", auto_find_batch_size=True)
-        trainer.model = trainer.model_wrapped = TooLarge(bagua.comm.get_rank())
-        if name != "ddp":
-            attach(trainer, name)
-        trainer.train()
-        states.append(snapshot(trainer.model))
+    states, _ = train_both(folder, model=TooLarge, eval_strategy="no", auto_find_batch_size=True)
     logging.getLogger("bagua").removeFilter(hear)
     return states, logged
 
@@ -208,16 +190,14 @@ def search(folder: str) -> list[State]:
     return [*results, snapshot(last.model)]
 
 
-def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(
-    results: dict[Any, list[Any]], folder: Path
-) -> None:
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(results: dict[Any, list[Any]], folder: Path):
     for first, second, alone in results[search]:
         assert all(torch.equal(second[key], alone[key]) for key in alone)
         assert not all(torch.equal(first[key], alone[key]) for key in alone)
     saved = folder / search.__name__
     for step in (STEPS // 2, STEPS):
         files = {file.relative_to(saved) for file in saved.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
-        folders = [Path(f"run-{number}") for number in (0, 1)] + [Path("alone")]
+        folders = [Path(name) for name in ("run-0", "run-1", "alone")]
         assert files == {one / f"checkpoint-{step}/bagua-rank{rank}.pt" for one in folders for rank in (0, 1)}
 
 
@@ -241,30 +221,22 @@ def test_what_is_no_trainer_is_refused() -> None:
         attach(nn.Linear(2, 2), "bytegrad")
 
 
-def _refusal(*arguments: Any) -> str:
-    try:
-        train(*arguments)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
 def without_bagua(folder: str) -> tuple[list[str], str, str]:
     as_torchrun_starts_it()
-    train("ddp", folder, None, {})
+    train("ddp", folder)
+    checkpoint = f"{folder}/checkpoint-{STEPS // 2}"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        train("bytegrad", folder, f"{folder}/checkpoint-{STEPS // 2}", {})
+        train("bytegrad", folder, checkpoint)
     if bagua.comm.get_rank() == 1:
-        Path(f"{folder}/checkpoint-{STEPS // 2}/bagua-rank1.pt").write_bytes(b"half of a file")
-    damaged = _refusal("bytegrad", folder, f"{folder}/checkpoint-{STEPS // 2}", {})
+        Path(f"{checkpoint}/bagua-rank1.pt").write_bytes(b"half of a file")
+    with pytest.raises(ConfigurationError) as damaged:
+        train("bytegrad", folder, checkpoint)
     trainer = make_trainer(folder)
     with_bagua(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1), "bytegrad")
-    try:
+    with pytest.raises(ConfigurationError) as refused:
         trainer.train()
-    except ConfigurationError as error:
-        return [str(warning.message) for warning in seen], str(error), damaged
-    return [], "", damaged
+    return [str(warning.message) for warning in seen], str(refused.value), str(damaged.value)
 
 
 def test_a_wrapped_model_and_a_checkpoint_without_bagua(results: dict[Any, list[Any]]) -> None:

@@ -1,7 +1,5 @@
 """Tuning during training: settings change on all ranks in the same step, and training is what it was."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -35,10 +33,6 @@ def tuned(*algorithm: object, make_optimizer: OptimizerMaker = sgd, **options: o
 
 def setting_of(loop: Loop) -> Setting:
     return loop.reducer.formation.setting
-
-
-def settled(loop: Loop) -> bool:
-    return loop.wrapped._bagua_engine.tuner._final
 
 
 def tune_by_hand(loop: Loop, steps: int, score=score_of) -> list[Setting]:
@@ -100,22 +94,21 @@ def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
 
 @on_ranks(3, hosts=[2, 1])
 def test_an_algorithm_with_a_memory_keeps_its_form():
-    wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
-    wrapped(torch.zeros(1, 8)).sum().backward()
-    reducer = wrapped._bagua_engine.reducer
-    assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
-    reducer.scheduler.places[0].memory.state["residual"] = torch.zeros(1)
-    assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
+    loop = tuned(GradientAllReduceAlgorithm())
+    loop.backward()
+    assert len({one.hierarchical for one in settings_of(loop.reducer.formation)}) == 2
+    loop.reducer.scheduler.places[0].memory.state["residual"] = torch.zeros(1)
+    assert len({one.hierarchical for one in settings_of(loop.reducer.formation)}) == 1
 
 
 def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
     def train():
         loop = tuned(find_unused_parameters=True)
         tune_by_hand(loop, 20)
-        assert settled(loop)
+        assert loop.wrapped._bagua_engine.tuner._final
         loop.model[4].requires_grad_(False)
         settings = tune_by_hand(loop, 20, lambda setting: float(setting.bucket_bytes))
-        assert settled(loop)
+        assert loop.wrapped._bagua_engine.tuner._final
         return settings, setting_of(loop)
 
     ((settings, last), (_, other)) = thread_ranks(2, train)

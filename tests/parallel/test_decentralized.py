@@ -1,11 +1,10 @@
 """``DecentralizedDataParallel`` equals all ranks in one process, on every transport; bad input gets typed errors."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.topology import Edge
 from tests.algorithms.stacked import Replicas
-from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot
 from tests.parallel.wrapping import Made, on_ranks
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 from tests.topologies import Made as MadeTopology
@@ -32,34 +31,25 @@ BUCKET_MB = 1000 / 2**20
 
 
 def momentum(named):
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+    return sgd(parameter for _, parameter in named)
 
 
-def plain_sgd(named):
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.05)
+def plain_sgd(named, make=torch.optim.SGD):
+    return make([parameter for _, parameter in named], lr=0.05)
 
 
-def adamw(named):
-    return optim_fn_adamw(named, lr=0.01)
-
-
-def accum_adamw(named):
-    return optim_fn_accum_adamw(named, lr=0.01, accum_iter=3)
-
-
-def halving(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+accum_adamw = partial(optim_fn_accum_adamw, lr=0.01, accum_iter=3)
+decaying = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
 
 
 def wrap(seed: int | None = None, **options: Any) -> DecentralizedDataParallel:
     """The small model on this rank; ranks begin with different weights, and rank 0's must win."""
     model = mlp(bagua.comm.get_rank() if seed is None else seed)
-    arguments = {"optim_fn": momentum, "bucket_size_in_mb": BUCKET_MB, **options}
-    return DecentralizedDataParallel(model, **arguments)
+    return DecentralizedDataParallel(model, **{"optim_fn": momentum, "bucket_size_in_mb": BUCKET_MB, **options})
 
 
-def growing_scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+def growing_scaler(enabled: bool = True) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=enabled)
 
 
 #: What becomes of a loss, on a rank, in a step.
@@ -74,8 +64,7 @@ def train(
     model: nn.Module, steps: Sequence[int], scaler: torch.amp.GradScaler | None = None, spoil: Spoil = unspoilt
 ) -> list[State]:
     """The loop of a user; the weights after each step."""
-    rank = bagua.comm.get_rank()
-    states = []
+    rank, states = bagua.comm.get_rank(), []
     for step in steps:
         loss = spoil(rank, step, loss_of(model, rank, step))
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -84,74 +73,45 @@ def train(
 
 
 class Simulation(Replicas):
-    """Every rank's model and optimizers, stepped together.
-
-    Args:
-        size: number of ranks.
-        layout: names of the parameters of each bucket.
-        which: topology, by which weights are mixed in each round, from 1.
-        nodes: host of each rank.
-        optim_fn: as for the wrapper.
-        lr_scheduler_fn: as for the wrapper.
-        clip: as ``grad_clip_norm``.
-        scaled: each rank has a ``GradScaler``.
-        spoil: may change a rank's loss.
-    """
+    """Every rank's model and optimizers, stepped together, from step 0 on."""
 
     def __init__(
         self,
         size: int,
-        layout: Sequence[Sequence[str]],
-        which: str | topology.Topology,
-        nodes: Sequence[int] | None = None,
+        layout: Sequence[Sequence[str]],  # Names of the parameters of each bucket.
+        which: str | topology.Topology,  # By it weights are mixed in each round, from 1.
+        nodes: Sequence[int] | None = None,  # Host of each rank.
         optim_fn: Callable[..., torch.optim.Optimizer] = momentum,
         lr_scheduler_fn: Callable[..., Any] | None = None,
         clip: float = 0.0,
         scaled: bool = False,
         spoil: Spoil = unspoilt,
     ) -> None:
-        super().__init__(size)
-        self.layout = layout
+        super().__init__(size, losses=lambda model, rank, step: spoil(rank, step, loss_of(model, rank, step)))
+        self.layout, self.clip = layout, clip
         self.topology, self.nodes = topology.create({"ring": "alternating_ring"}.get(which, which)), nodes
-        self.optimizers = [
-            [optim_fn([(name, named[name]) for name in bucket]) for bucket in layout] for named in self.named
-        ]
-        self.schedules = [
-            [lr_scheduler_fn(optimizer) for optimizer in optimizers] if lr_scheduler_fn else []
-            for optimizers in self.optimizers
-        ]
-        self.clip = clip
-        self.scalers = [growing_scaler() for _ in range(size)]
-        self.scaled, self.spoil = scaled, spoil
-        self.steps_taken = 0
+        self.optimizers = [[optim_fn([(name, named[name]) for name in bucket]) for bucket in layout]
+                           for named in self.named]  # fmt: skip
+        self.schedules = [[lr_scheduler_fn(one) for one in row if lr_scheduler_fn] for row in self.optimizers]
+        self.scalers = [growing_scaler(scaled) for _ in range(size)]
 
     def step(self, step: int) -> None:
-        """One step of all ranks."""
         for rank, model in enumerate(self.models):
             model.zero_grad()
-            loss = self.spoil(rank, step, loss_of(model, rank, step))
-            (self.scalers[rank].scale(loss) if self.scaled else loss).backward()
-        if self.steps_taken:
-            matrix = self.topology.matrix(len(self.models), self.steps_taken, self.nodes)
-            self.rows = (matrix @ self.rows.double()).float()
+            self.scalers[rank].scale(self.losses(model, rank, step)).backward()
+        if step:
+            self.rows = (self.topology.matrix(len(self.models), step, self.nodes) @ self.rows.double()).float()
         for rank in range(len(self.models)):
             self._update(rank)
-        self.steps_taken += 1
 
     def _update(self, rank: int) -> None:
-        scaler, optimizers, named = self.scalers[rank], self.optimizers[rank], self.named[rank]
-        if self.clip:
-            for optimizer in optimizers if self.scaled else ():
+        scaler, named = self.scalers[rank], self.named[rank]
+        for optimizer, names in zip(self.optimizers[rank], self.layout, strict=True):
+            if self.clip:
                 scaler.unscale_(optimizer)
-            for names in self.layout:
                 nn.utils.clip_grad_norm_([named[name] for name in names], self.clip)
-        for optimizer in optimizers:
-            if self.scaled:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-        if self.scaled:
-            scaler.update()
+            scaler.step(optimizer)
+        scaler.update()
         for schedule in self.schedules[rank]:
             schedule.step()
 
@@ -178,45 +138,32 @@ def trained(options, scaler=None, spoil=unspoilt):
     return train(model, range(STEPS), scaler, spoil), layout_of(model)
 
 
+GRAPHS = topology.Ring(), STAR, DRAWN_PAIRS, topology.Hierarchical(topology.Ring()), UNEVEN_EDGES, ONE_WAY
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "as_view"),
+    ("which", "hosts", "options"),
     [
-        *((name, size, True) for name in ("complete", "ring", "one-peer-exp") for size in range(1, 7)),
-        *((name, 3, False) for name in ("complete", "ring")),
+        *((name, [size], {}) for name in ("complete", "ring", "one-peer-exp") for size in range(1, 7)),
+        *((name, [3], {"param_as_bucket_view": False}) for name in ("complete", "ring")),
+        *(("alternating-exp-ring", hosts, {}) for hosts in ([2, 2], [1, 3], [2, 2, 2])),
+        ("alternating-exp-ring", [4], {"_local_world_size": 2}),
+        *((graph, [1, 3], {"param_as_bucket_view": as_view}) for graph in GRAPHS for as_view in (True, False)),
     ],
-)
-def test_each_step_is_that_of_the_simulation(thread_ranks, name, size, as_view):
-    results = thread_ranks(size, trained, {"topology": name, "param_as_bucket_view": as_view})
-    assert len(results[0][1]) > 1, "several buckets"
-    assert_equals_simulation(results, name)
-
-
-@pytest.mark.parametrize("optim_fn", [adamw, accum_adamw])
-@pytest.mark.parametrize("name", ["complete", "one-peer-exp"])
-def test_each_optimizer_is_stepped_in_each_bucket(thread_ranks, name, optim_fn):
-    options = {"optim_fn": optim_fn, "lr_scheduler_fn": halving}
-    assert_equals_simulation(thread_ranks(3, trained, {"topology": name, **options}), name, **options)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "options"), [([2, 2], {}), ([1, 3], {}), ([2, 2, 2], {}), ([4], {"_local_world_size": 2})], ids=str
-)
-def test_hosts_alternate(thread_ranks, hosts, options):
-    """The size of hosts can be given."""
-    nodes = [node for node, count in enumerate([2, 2] if options else hosts) for _ in range(count)]
-    results = thread_ranks(sum(hosts), trained, {"topology": "alternating-exp-ring", **options}, hosts=hosts)
-    assert_equals_simulation(results, "alternating_exp_ring", nodes)
-
-
-@pytest.mark.parametrize(
-    "which",
-    [topology.Ring(), STAR, DRAWN_PAIRS, topology.Hierarchical(topology.Ring()), UNEVEN_EDGES, ONE_WAY],
     ids=str,
 )
-@pytest.mark.parametrize("as_view", [True, False])
-def test_graphs_and_matchings(thread_ranks, which, as_view):
-    results = thread_ranks(4, trained, {"topology": which, "param_as_bucket_view": as_view}, hosts=[1, 3])
-    assert_equals_simulation(results, which, [0, 1, 1, 1])
+def test_each_step_is_that_of_the_simulation(thread_ranks, which, hosts, options):
+    results = thread_ranks(sum(hosts), trained, {"topology": which, **options}, hosts=hosts)
+    assert len(results[0][1]) > 1, "several buckets"
+    sizes = [2, 2] if "_local_world_size" in options else hosts
+    assert_equals_simulation(results, which, [node for node, size in enumerate(sizes) for _ in range(size)])
+
+
+@pytest.mark.parametrize("optim_fn", [partial(optim_fn_adamw, lr=0.01), accum_adamw], ids=["adamw", "accum_adamw"])
+@pytest.mark.parametrize("name", ["complete", "one-peer-exp"])
+def test_each_optimizer_is_stepped_in_each_bucket(thread_ranks, name, optim_fn):
+    options = {"optim_fn": optim_fn, "lr_scheduler_fn": decaying}
+    assert_equals_simulation(thread_ranks(3, trained, {"topology": name, **options}), name, **options)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -242,34 +189,26 @@ def test_an_overflow_on_one_rank_skips_its_update_and_nothing_else(thread_ranks)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"topology": MadeTopology(lambda size, number, nodes: [[1.0, 0.0], [1.0, 0.0]])}, "do not sum to 1"),
-        ({"topology": MadeTopology(lambda size, number, nodes: [topology.Edge((0,), 1.0)])}, "exactly one edge"),
-    ],
+    ("made", "message"),
+    [([[1.0, 0.0], [1.0, 0.0]], "do not sum to 1"), ([topology.Edge((0,), 1.0)], "exactly one edge")],
+    ids=["sums", "edges"],
 )
 @on_ranks(2)
-def test_topologies_that_do_not_fit(options, message):
+def test_topologies_that_do_not_fit(made, message):
     with pytest.raises(errors.ConfigurationError, match=message):
-        wrap(**options)
-
-
-def drops_biases(named):
-    return torch.optim.SGD([parameter for name, parameter in named if "bias" not in name] or [nn.Parameter()], lr=0.1)
+        wrap(topology=MadeTopology(lambda size, number, nodes: made))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optim_fn": drops_biases}, r"none for .*4\.bias"),
+        ({"optim_fn": lambda named: sgd([p for name, p in named if "bias" not in name] or [nn.Parameter()])},
+         r"none for .*4\.bias"),
         ({"optim_fn": lambda named: [parameter for _, parameter in named]}, "list"),
-        (
-            {"optim_fn": lambda named: torch.optim.SGD([*(p for _, p in named), nn.Parameter(torch.ones(1))], lr=0.1)},
-            "1 more",
-        ),
+        ({"optim_fn": lambda named: sgd([*(p for _, p in named), nn.Parameter(torch.ones(1))])}, "1 more"),
         ({"lr_scheduler_fn": lambda optimizer: 0.1}, "float"),
     ],
-)
+)  # fmt: skip
 @on_ranks(2)
 def test_functions_that_make_something_else(options, message):
     model = wrap(**options)
@@ -304,14 +243,10 @@ def test_orders_that_differ():
         first, second = (self.right, self.left) if turned else (self.left, self.right)
         return second(first(inputs))
 
-    two_ways = Made(forward, **dict.fromkeys(("left", "right"), lambda: nn.Linear(8, 8)))
+    two_ways = Made(forward, left=lambda: nn.Linear(8, 8), right=lambda: nn.Linear(8, 8))
     model = DecentralizedDataParallel(two_ways, momentum)
     with pytest.raises(errors.CollectiveMismatchError, match=r"another order.*right\..*left\."):
         model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
-
-
-class OptimizerError(Exception):
-    """What a user's own optimizer raises in these tests."""
 
 
 @pytest.mark.parametrize("at_step", [0, 2])
@@ -322,14 +257,14 @@ def test_an_error_in_an_optimizer_ends_every_rank(at_step):
 
         def step(self, closure=None):
             if bagua.comm.get_rank() == 1 and self.steps == at_step:
-                raise OptimizerError
+                raise ArithmeticError("for the test")
             self.steps += 1
             return super().step(closure)
 
-    rank = bagua.comm.get_rank()
-    model = wrap(optim_fn=lambda named: Fails([parameter for _, parameter in named], lr=0.1))
+    model = wrap(optim_fn=partial(plain_sgd, make=Fails))
     train(model, range(at_step))
-    with pytest.raises(OptimizerError if rank == 1 else errors.CommunicationError):
+    error = ArithmeticError if bagua.comm.get_rank() == 1 else errors.CommunicationError
+    with pytest.raises(error, match="for the test"):
         train(model, range(at_step, at_step + 3))
     with pytest.raises(errors.BaguaError):
         train(model, [9])
@@ -347,10 +282,6 @@ def test_errors_in_an_edge_of_several_ranks_end_all_of_it():
     elif rank in (3, 4):
         with pytest.raises(errors.CommunicationError):
             train(model, range(2, 4))
-
-
-#: Buckets that are large enough for memory of their own on every transport.
-WIDTH = 160
 
 
 def train_and_average(name: str) -> tuple[list[State], list[list[str]], State]:
@@ -371,52 +302,41 @@ def test_it_trains_alike_on_every_transport(ranks, name):
 
 
 def wide() -> DecentralizedDataParallel:
+    """Buckets that are large enough for memory of their own on every transport."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 4))
+    model = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 160), nn.Linear(160, 4))
     return DecentralizedDataParallel(model, plain_sgd, topology="ring", bucket_size_in_mb=0.02)
 
 
 def lose_a_peer() -> str:
     rank = bagua.comm.get_rank()
     model = wide()
-    try:
+    with pytest.raises(errors.PeerLostError) as caught:
         train(model, range(2))  # Its last exchanges are still under way when the other rank dies.
         if rank == 1:
             testing.die()
-        for step in range(2, 6):
-            loss_of(model, rank, step).backward()
-    except errors.PeerLostError as error:
-        found = type(error).__name__
-    for parameter in model.parameters():
-        assert torch.isfinite(parameter).all()
-    loss = loss_of(model.module, rank, 6)
-    assert torch.isfinite(loss), "the weights of this rank can be used and saved"
+        train(model, range(2, 6))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert torch.isfinite(loss_of(model.module, rank, 6)), "the weights of this rank can be used and saved"
     assert list(model.state_dict()) == list(model.module.state_dict())
     assert model.optimizer_state_dict()["buckets"]
     with pytest.raises(errors.BaguaError):
         loss_of(model, rank, 7)
-    return found
+    return caught.typename
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [
-        pytest.param(name, marks=getattr(pytest.mark, mark))
-        for name, mark in (("thread_pool", "threads"), ("process_pool", "gloo"), ("shm_pool", "shm"))
-    ],
-)
-def test_survivors_keep_their_weights(request, pool):
-    outcomes = request.getfixturevalue(pool).outcomes(lose_a_peer, size=2)
+def test_survivors_keep_their_weights(rank_pool):
+    outcomes = rank_pool.outcomes(lose_a_peer, size=2)
     assert outcomes[0].value == "PeerLostError", outcomes[0].trace
 
 
 def leave_early() -> None:
-    rank = bagua.comm.get_rank()
     model = wide()
-    for step in range(2):
-        if rank == 0 and step == 1:
-            time.sleep(1.5)  # The other rank closes meanwhile: more than a second, after which transports give up.
-        loss_of(model, rank, step).backward()
+    train(model, [0])
+    rank = bagua.comm.get_rank()
+    if rank == 0:
+        time.sleep(1.5)  # The other rank closes meanwhile: more than a second, after which transports give up.
+    loss_of(model, rank, 1).backward()
     bagua.comm.destroy_process_group()
 
 
@@ -436,15 +356,10 @@ def train_on_hosts() -> tuple[list[State], list[list[str]]]:
     return train(model, range(4)), layout_of(model)
 
 
-# What users do besides training: averages, checkpoints, accumulation, odd models.
-
-# The mean of all ranks.
-
-
-def test_an_evaluation_in_between_changes_nothing(thread_ranks):
+@on_ranks(3)
+def test_an_evaluation_in_between_changes_nothing():
     def run(evaluates: bool) -> tuple[State, list[float]]:
-        model = wrap(topology="one-peer-exp")
-        distances = []
+        model, distances = wrap(topology="one-peer-exp"), []
         for step in range(5):
             train(model, [step])
             if evaluates:
@@ -455,10 +370,9 @@ def test_an_evaluation_in_between_changes_nothing(thread_ranks):
                 model.train()
         return snapshot(model), distances
 
-    results = thread_ranks(3, lambda: (run(True), run(False)))
-    for (evaluated, distances), (plain, _) in results:
-        assert all(torch.equal(evaluated[name], plain[name]) for name in plain)
-        assert min(distances) > 0
+    (evaluated, distances), (plain, _) = run(True), run(False)
+    assert all(torch.equal(evaluated[name], plain[name]) for name in plain)
+    assert min(distances) > 0
 
 
 def test_the_distance_is_that_of_all_parameters(thread_ranks):
@@ -515,9 +429,6 @@ def test_training_inside_the_block_is_refused_at_its_end():
         train(model, [2])
 
 
-# Checkpoints.
-
-
 def _saved(state: object) -> object:
     file = io.BytesIO()
     torch.save(state, file)
@@ -527,54 +438,44 @@ def _saved(state: object) -> object:
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize(("topology", "size"), [("ring", 3), ("complete", 3), ("one-peer-exp", 1)])
-def test_a_run_goes_on_bit_by_bit(thread_ranks, topology, size, as_view):
-    options = {
-        "topology": topology,
-        "optim_fn": accum_adamw,
-        "lr_scheduler_fn": halving,
-        "param_as_bucket_view": as_view,
-    }
-
-    def run() -> None:
-        model = wrap(**options)
-        train(model, range(3))
-        parts = [
-            ("load_state_dict", _saved(model.state_dict())),
-            ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
-            ("bagua_load_state_dict", _saved(model.bagua_state_dict())),
-        ]
-        expected = train(model, range(3, 6))
-        for order in itertools.permutations(parts):
-            again = wrap(seed=99, **options)
-            for method, state in order:
-                getattr(again, method)(state)
-            for states, others in zip(train(again, range(3, 6)), expected, strict=True):
-                assert all(torch.equal(states[name], others[name]) for name in others), [name for name, _ in order]
-        for method, state in parts[::-1]:  # back to the past in the same object
-            getattr(model, method)(state)
-        states = train(model, range(3, 6))[-1]
-        assert all(torch.equal(states[name], expected[-1][name]) for name in states)
-
-    thread_ranks(size, run)
+@on_ranks("size")
+def test_a_run_goes_on_bit_by_bit(topology, size, as_view):
+    optimizers = {"optim_fn": accum_adamw, "lr_scheduler_fn": decaying}
+    make = partial(wrap, topology=topology, param_as_bucket_view=as_view, **optimizers)
+    model = make()
+    train(model, range(3))
+    parts = [
+        ("load_state_dict", _saved(model.state_dict())),
+        ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
+        ("bagua_load_state_dict", _saved(model.bagua_state_dict())),
+    ]
+    expected = train(model, range(3, 6))
+    for order in itertools.permutations(parts):
+        again = make(seed=99)
+        for method, state in order:
+            getattr(again, method)(state)
+        for states, others in zip(train(again, range(3, 6)), expected, strict=True):
+            assert all(torch.equal(states[name], others[name]) for name in others), [name for name, _ in order]
+    for method, state in parts[::-1]:  # back to the past in the same object
+        getattr(model, method)(state)
+    states = train(model, range(3, 6))[-1]
+    assert all(torch.equal(states[name], expected[-1][name]) for name in states)
 
 
-def test_optimizers_go_on_in_other_buckets(thread_ranks):
-    options = {"topology": "complete", "optim_fn": accum_adamw, "lr_scheduler_fn": halving}
-
-    def run() -> None:
-        model = wrap(**options)
-        train(model, range(3))
-        weights, optimizers = model.state_dict(), model.optimizer_state_dict()
-        again = wrap(seed=99, **{**options, "bucket_size_in_mb": 25})
-        again.load_state_dict(weights)
-        again.load_optimizer_state_dict(optimizers)
-        model.load_state_dict(weights)  # Drops what was sent before, as it must be for a comparison.
-        one, other = train(model, [3, 4])[-1], train(again, [3, 4])[-1]
-        assert len(again.bagua_buckets) == 1 < len(model.bagua_buckets)
-        assert all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-7) for name in one)
-        assert {round(rate, 12) for s in again.lr_schedulers for rate in s.get_last_lr()} == {round(0.01 * 0.8**5, 12)}
-
-    thread_ranks(2, run)
+@on_ranks(2)
+def test_optimizers_go_on_in_other_buckets():
+    options = {"topology": "complete", "optim_fn": accum_adamw, "lr_scheduler_fn": decaying}
+    model = wrap(**options)
+    train(model, range(3))
+    weights, optimizers = model.state_dict(), model.optimizer_state_dict()
+    again = wrap(seed=99, bucket_size_in_mb=25, **options)
+    again.load_state_dict(weights)
+    again.load_optimizer_state_dict(optimizers)
+    model.load_state_dict(weights)  # Drops what was sent before, as it must be for a comparison.
+    one, other = train(model, [3, 4])[-1], train(again, [3, 4])[-1]
+    assert len(again.bagua_buckets) == 1 < len(model.bagua_buckets)
+    assert all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-7) for name in one)
+    assert {round(rate, 12) for s in again.lr_schedulers for rate in s.get_last_lr()} == {round(0.01 * 0.8**5, 12)}
 
 
 @on_ranks(3)
@@ -604,14 +505,11 @@ def test_state_follows_parameters_when_the_model_changes():
     assert all(entry["momentum_buffer"].abs().sum() > 0 for momentum_ in momenta for entry in momentum_.values())
 
 
-# Accumulation.
-
-
 @pytest.mark.parametrize("way", ["no_sync", "set_accumulate_grad"])
 @on_ranks(2)
 def test_accumulated_gradients_are_one_step(way):
     rank = bagua.comm.get_rank()
-    one, other = wrap(topology="ring", optim_fn=plain_sgd), wrap(topology="ring", optim_fn=plain_sgd)
+    one, other = [wrap(topology="ring", optim_fn=plain_sgd) for _ in range(2)]
     for step in range(0, 6, 2):
         if way == "no_sync":
             with one.no_sync():
@@ -627,20 +525,15 @@ def test_accumulated_gradients_are_one_step(way):
             assert mine.grad is None, "a step drops the gradients"
 
 
-# Models.
-
-
 class Odd(nn.Module):
     """Tied weights, a frozen layer, a channels-last convolution, and a layer that is used on request."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.first = nn.Linear(12, 12)
-        self.second = nn.Linear(12, 12)
+        self.first, self.second, self.frozen, self.spare = (nn.Linear(12, 12) for _ in range(4))
         self.second.weight = self.first.weight
-        self.frozen = nn.Linear(12, 12).requires_grad_(False)
-        self.spare = nn.Linear(12, 12)
+        self.frozen.requires_grad_(False)
         self.uses_spare = True
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -687,32 +580,21 @@ def test_unused_parameters_are_named_or_count_as_zero():
     assert not torch.equal(model.module.spare.weight, used), "momentum goes on with a gradient of zero"
 
 
-class Looks(torch.optim.SGD):
-    """Notes what it is shown before each mixing."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, lr=0.05)
-        self.seen: list[tuple[Edge, float, list[torch.Tensor], list[torch.Tensor]]] = []
-
-    def pre_average_hook(self, edge: Edge, weight: float) -> None:
-        parameters = self.param_groups[0]["params"]
-        self.seen.append(
-            (edge, weight, [p.detach().clone() for p in parameters], [p.comm_buffer.clone() for p in parameters])
-        )
-
-
 @pytest.mark.parametrize("which", ["ring", "complete", UNEVEN_EDGES], ids=str)
 def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
-    def run():
-        def looks(named) -> Looks:
-            return Looks([parameter for _, parameter in named])
+    def run() -> list[tuple[Edge, float, list[torch.Tensor], list[torch.Tensor]]]:
+        shown = []
 
-        model = wrap(topology=which, optim_fn=looks, bucket_size_in_mb=25)
+        class Looks(torch.optim.SGD):
+            def pre_average_hook(self, edge: Edge, weight: float) -> None:
+                own = self.param_groups[0]["params"]
+                shown.append((edge, weight, [p.detach().clone() for p in own], [p.comm_buffer.clone() for p in own]))
+
+        model = wrap(topology=which, optim_fn=partial(plain_sgd, make=Looks), bucket_size_in_mb=25)
         plain = wrap(topology=which, optim_fn=plain_sgd, bucket_size_in_mb=25)
-        states = train(model, range(5))
-        for state, expected in zip(states, train(plain, range(5)), strict=True):
+        for state, expected in zip(train(model, range(5)), train(plain, range(5)), strict=True):
             assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in state), "looking is free"
-        return model.bagua_optimizers[0].seen
+        return shown
 
     seen = thread_ranks(4, run)
     for shown in zip(*seen, strict=True):  # one round on all ranks
@@ -724,20 +606,12 @@ def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
     assert len(seen[0]) == 4, "before each mixing: in all steps but the first"
 
 
-# Hosts, accumulation and the start, as documented.
-
-
 @pytest.mark.parametrize(
     ("said", "asked", "expected"),
-    [
-        ([2, 2, 2, 2], None, (0, 0, 1, 1)),
-        ([2, 2, 2, 2], 1, (0, 1, 2, 3)),
-        ([None] * 4, None, (0, 0, 0, 1)),
-        ([3, 3, 3, 1], None, (0, 0, 0, 1)),
-        ([3, 3, 3, 3], None, (0, 0, 0, 1)),
-    ],
+    [([2, 2, 2, 2], None, (0, 0, 1, 1)), ([2, 2, 2, 2], 1, (0, 1, 2, 3)),
+     *((said, None, (0, 0, 0, 1)) for said in ([None] * 4, [3, 3, 3, 1], [3, 3, 3, 3]))],
     ids=str,
-)
+)  # fmt: skip
 def test_hosts_are_those_of_the_launcher(thread_ranks, monkeypatch, said, asked, expected):
     monkeypatch.setattr(env, "get_local_world_size", lambda: said[this_rank.get().rank])
     found = thread_ranks(4, lambda: nodes_for(bagua.comm.get_default_group(), asked), hosts=[3, 1])

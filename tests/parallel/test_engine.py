@@ -1,10 +1,9 @@
 """The engine by itself: buckets, what is remembered in them, and the parts of it that no model is needed for."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import doctest
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +20,8 @@ from torch import nn
 
 import bagua.comm
 import bagua.torch_api
-from bagua.algorithms import (
-    Algorithm,
-    DiLoCoAlgorithm,
-    Every,
-    Exchange,
-    Flight,
-    GradientAllReduceAlgorithm,
-    Gradients,
-    How,
-    LocalSGDAlgorithm,
-    Model,
-    Replace,
-    Then,
-    Weights,
-)
+from bagua import errors
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Model, Replace, Then, Weights
 from bagua.buckets import Bucket, form_buckets, padded_numel
 from bagua.comm import ProcessGroup, RankKilled, solo_group
 from bagua.engine.buckets.registration import Registration
@@ -48,15 +34,6 @@ from bagua.engine.schedule.courses import Clock, Course, memory_for
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.state.saving import collect, restore
-from bagua.errors import (
-    BaguaError,
-    CollectiveMismatchError,
-    CommunicationError,
-    CommunicatorClosedError,
-    ConfigurationError,
-    InvalidTensorError,
-    PeerLostError,
-)
 from bagua.parallel import OverlappingWrapper, allreduce_optimizer_state, broadcast_optimizer_state, with_bagua
 from bagua.primitives import State
 from bagua.testing import ThreadRanks
@@ -64,33 +41,19 @@ from tests.architecture.rules import REPOSITORY
 from tests.harness import mlp, seeded, sgd
 from tests.parallel.wrapping import Branches, Loop, branch_loss, on_ranks
 
-members = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=40)
 
-
-@given(members, st.integers(1, 120))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=40), st.integers(1, 120))
 def test_buckets_come_in_the_order_in_which_they_are_complete(sized, bucket_bytes):
-    lasts = [bucket[-1] for bucket in _form(sized, bucket_bytes)]
+    rules = {"key": lambda place: sized[place][0], "nbytes": lambda place: sized[place][1]}
+    lasts = [bucket[-1] for bucket in form_buckets(range(len(sized)), **rules, bucket_bytes=bucket_bytes)]
     assert lasts == sorted(lasts)
 
 
 def test_the_first_bucket_may_be_smaller_than_the_others():
-    def form(bucket_bytes: int, first_bytes: int | None) -> list[list[int]]:
-        sizes = [1, 1, 2, 3, 3, 4]
-        return form_buckets(
-            sizes, key=lambda _: 0, nbytes=lambda size: size, bucket_bytes=bucket_bytes, first_bytes=first_bytes
-        )
-
-    assert form(6, 2) == [[1, 1], [2, 3, 3], [4]]
-    assert form(2, 6) == form(2, None) == [[1, 1], [2], [3], [3], [4]]
-
-
-def _form(sized, bucket_bytes):
-    return form_buckets(
-        range(len(sized)),
-        key=lambda position: sized[position][0],
-        nbytes=lambda position: sized[position][1],
-        bucket_bytes=bucket_bytes,
-    )
+    form = partial(form_buckets, [1, 1, 2, 3, 3, 4], key=lambda _: 0, nbytes=lambda size: size)
+    assert form(bucket_bytes=6, first_bytes=2) == [[1, 1], [2, 3, 3], [4]]
+    expected = [[1, 1], [2], [3], [3], [4]]
+    assert form(bucket_bytes=2, first_bytes=6) == form(bucket_bytes=2, first_bytes=None) == expected
 
 
 @given(
@@ -105,24 +68,22 @@ def test_padding_is_the_smallest_that_splits_into_aligned_shares(numel, itemsize
     assert not any(size % shares == 0 and size // shares * itemsize % align_bytes == 0 for size in smaller)
 
 
-def _bucket(*parameters: nn.Parameter, **options) -> Bucket:
-    names = [f"p{index}" for index in range(len(parameters))]
-    return Bucket(0, names, parameters, solo_group().global_communicator, **options)
+def _bucket(*sizes: int, **options) -> Bucket:
+    names, parameters = map(str, range(len(sizes))), [nn.Parameter(torch.randn(size)) for size in sizes]
+    return Bucket(0, [*names], parameters, solo_group().global_communicator, **options)
 
 
-def test_each_parameter_begins_at_a_multiple_of_64_bytes():
-    assert _bucket(*(nn.Parameter(torch.zeros(size)) for size in (3, 20, 1))).offsets == (0, 16, 48)
-
-
-def test_padding_is_what_belongs_to_no_parameter():
-    bucket = _bucket(*(nn.Parameter(torch.randn(size)) for size in (3, 20, 1)), align_bytes=64)
+def test_each_parameter_begins_at_a_multiple_of_64_bytes_and_padding_belongs_to_none():
+    assert _bucket(3, 20, 1).offsets == (0, 16, 48)
+    bucket = _bucket(3, 20, 1, align_bytes=64)
     owned = torch.cat([view.flatten() for view in bucket.views(torch.arange(float(bucket.numel)))]).tolist()
     assert sorted([*owned, *bucket.padding().tolist()]) == list(range(bucket.numel))
 
 
 def test_changing_one_parameter_does_not_invalidate_what_autograd_saved_of_another():
-    first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-    _bucket(first, second).fuse_weights()
+    bucket = _bucket(3, 3)
+    first, second = bucket.parameters
+    bucket.fuse_weights()
     product = (first * first).sum()
     with torch.no_grad():
         second.add_(1.0)
@@ -130,40 +91,33 @@ def test_changing_one_parameter_does_not_invalidate_what_autograd_saved_of_anoth
     assert torch.equal(first.grad, 2 * first.detach())
 
 
-def layers() -> nn.Sequential:
-    with seeded():
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
 def test_a_rank_by_itself_makes_what_acts_alone():
     phases = Phases(1)
-    phases.bind(GradientAllReduceAlgorithm(), Model({}))
+    phases.bind(Algorithm.init("gradient_allreduce"), Model({}))
     phases.enter()
     assert (phases.exchanges, phases.coming) == ((), ())
 
 
 @on_ranks(2)
 def test_buckets_that_cannot_be_made_end_training_on_all_ranks():
-    formation = Formation(mlp(), [], GradientAllReduceAlgorithm(), None, EngineOptions())
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for buckets")
+
+    formation = Formation(mlp(), [], Algorithm.init("gradient_allreduce"), None, EngineOptions())
     if bagua.comm.get_rank() == 1:
-
-        def fail(*_: object) -> None:
-            raise MemoryError("no memory for buckets")
-
         formation.scheduler.execute = fail  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             formation.form([[*range(len(formation.registration.names))]])
-        with pytest.raises(CommunicatorClosedError, match="no memory for buckets"):
+        with pytest.raises(errors.CommunicatorClosedError, match="no memory for buckets"):
             formation.failure.check()
     else:
-        with pytest.raises(PeerLostError, match="the making of its buckets"):
+        with pytest.raises(errors.PeerLostError, match="the making of its buckets"):
             formation.group.global_communicator.barrier()
         formation.failure.check()
 
 
 def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, monkeypatch):
-    started: list[tuple[int, int]] = []
-    start = Course.start
+    started, start = [], Course.start
 
     def note(self: Course, clock: Clock) -> None:
         started.append((bagua.comm.get_rank(), clock.t))
@@ -172,31 +126,28 @@ def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, m
     monkeypatch.setattr(Course, "start", note)
 
     def train() -> None:
-        loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=3))
-        for _ in range(2):
-            loop.model(torch.ones(2, 4)).sum().backward()
-            loop.optimizer.step()
-        loss = loop.model(torch.ones(2, 4)).sum()
+        loop = Loop("with_bagua", algorithm=Algorithm.init("local_sgd", sync_every=3))
+        loop.train(2)
+        loss = loop.loss()
         loss.backward(retain_graph=True)
         loss.backward()
         loop.optimizer.step()
 
     thread_ranks(2, train)
-    assert {t for _, t in started} == {3}
-    assert {rank for rank, _ in started} == {0, 1}
+    assert set(started) == {(0, 3), (1, 3)}
 
 
 @pytest.mark.parametrize(
     ("algorithm", "begun"),
     [
-        (LocalSGDAlgorithm(sync_every=4), [0, 3, 4, 7]),
-        (DiLoCoAlgorithm(sync_every=6, overlap=2), [0, 3, 4, 5, 6]),  # Starts in step 3, and is back in step 5.
-        (GradientAllReduceAlgorithm(), [*range(8)]),
+        (Algorithm.init("local_sgd", sync_every=4), [0, 3, 4, 7]),
+        # Starts in step 3, and is back in step 5.
+        (Algorithm.init("diloco", sync_every=6, overlap=2), [0, 3, 4, 5, 6]),
+        ("gradient_allreduce", [*range(8)]),
     ],
 )
 def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatch, algorithm, begun):
-    seen: list[tuple[int, int]] = []
-    begin = Scheduler.begin
+    seen, begin = [], Scheduler.begin
 
     def note(self: Scheduler, clock: Clock) -> None:
         seen.append((bagua.comm.get_rank(), clock.step))
@@ -205,10 +156,8 @@ def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatc
     monkeypatch.setattr(Scheduler, "begin", note)
 
     def train() -> int:
-        loop = Loop("with_bagua", layers, algorithm=algorithm)
-        for _ in range(8):
-            loop.model(torch.ones(2, 4)).sum().backward()
-            loop.optimizer.step()
+        loop = Loop("with_bagua", algorithm=algorithm)
+        loop.train(8)
         return loop.reducer.step
 
     assert thread_ranks(2, train) == [8, 8]
@@ -217,9 +166,8 @@ def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatc
 
 @on_ranks(2)
 def test_gradients_may_be_told_of_by_hand_in_a_step_in_which_nothing_is_due():
-    loop = Loop("with_bagua", layers, algorithm=LocalSGDAlgorithm(sync_every=8))
-    loop.model(torch.ones(2, 4)).sum().backward()
-    loop.optimizer.step()
+    loop = Loop("with_bagua", algorithm=Algorithm.init("local_sgd", sync_every=8))
+    loop.train()
     for _ in range(3):
         for parameter in loop.model.parameters():
             loop.reducer.mark_tensor_ready(parameter)
@@ -284,15 +232,14 @@ UNUSABLE: dict[str, tuple[Callable[[dict], dict | None], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", UNUSABLE)
+@pytest.mark.parametrize(("change", "words"), UNUSABLE.values(), ids=UNUSABLE)
 @on_ranks(2)
-def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(what):
-    change, words = UNUSABLE[what]
+def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(change, words):
     loop = Loop("with_bagua", algorithm=SIGNS)
     loop.train(2)
     saved = loop.wrapped.bagua_state_dict()
-    expected = (ConfigurationError, words) if loop.rank == 0 else (CollectiveMismatchError, "cannot be used")
-    with pytest.raises(expected[0], match=expected[1]):
+    error = errors.ConfigurationError if loop.rank == 0 else errors.CollectiveMismatchError
+    with pytest.raises(error, match=words if loop.rank == 0 else "cannot be used"):
         loop.wrapped.bagua_load_state_dict(change(saved) if loop.rank == 0 else saved)
     loop.train(2)
 
@@ -304,8 +251,7 @@ def _remembered(algorithm: Algorithm | str) -> dict:
 
 
 def _load(algorithm: Algorithm | str, saved: list[dict]) -> int:
-    model = mlp()
-    wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
+    wrapped = Loop(with_bagua, algorithm=algorithm).wrapped
     wrapped.bagua_load_state_dict(saved[bagua.comm.get_rank()])
     return wrapped.bagua_state_dict()["step"]
 
@@ -324,12 +270,10 @@ def _loop_of_the_page() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ("diloco", {"sync_every": 6}),
-        ("diloco", {"sync_every": 6, "overlap": 2}),
-        ("local_sgd", {"sync_every": 5}),
-        ("gradient_allreduce", {}),
-        ("sign_sgd", {"warmup_steps": 0}),
-        ("decentralized", {}),
+        Algorithm.init("diloco", sync_every=6),
+        Algorithm.init("diloco", sync_every=6, overlap=2),
+        Algorithm.init("local_sgd", sync_every=5),
+        *("gradient_allreduce", SIGNS, "decentralized"),
     ],
     ids=["diloco", "overlapping", "local_sgd", "gradient_allreduce", "sign_sgd", "decentralized"],
 )
@@ -338,7 +282,7 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
     page, steps, size = _loop_of_the_page(), 14, 3
 
     def attempt(folder: Path, dies: bool) -> tuple[list[torch.Tensor], Any]:
-        loop = Loop("with_bagua", algorithm=Algorithm.init(algorithm[0], **algorithm[1]))
+        loop = Loop("with_bagua", algorithm=algorithm)
         batches = torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(loop.rank))
         if dies and loop.rank == 1:
             page["train"](folder, loop.wrapped, loop.optimizer, batches[:dies_after], 3)
@@ -371,7 +315,7 @@ def test_checkpoints_of_different_steps_are_an_error_that_says_what_to_load():
     for _ in range(2):
         loop.train()
         saved.append(loop.wrapped.bagua_state_dict())
-    with pytest.raises(CollectiveMismatchError, match="newest step that all ranks have") as caught:
+    with pytest.raises(errors.CollectiveMismatchError, match="newest step that all ranks have") as caught:
         loop.wrapped.bagua_load_state_dict(saved[loop.rank])
     assert {caught.value.expected, caught.value.seen} == {"saved after step 1", "saved after step 2"}
 
@@ -381,7 +325,7 @@ def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorit
     first, second = thread_ranks(2, _remembered, algorithm)
     assert [(saved["rank"], saved["world_size"]) for saved in (first, second)] == [(0, 2), (1, 2)]
     thread_ranks(2, _load, algorithm, [first, second])
-    with pytest.raises(ConfigurationError, match=r"rank . of 2 was given the state of rank . of 2") as caught:
+    with pytest.raises(errors.ConfigurationError, match=r"rank . of 2 was given the state of rank . of 2") as caught:
         thread_ranks(2, _load, algorithm, [second, first])
     assert {caught.value.expected, caught.value.seen} == {"rank 0 of 2", "rank 1 of 2"}
 
@@ -397,25 +341,19 @@ def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, a
 def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
     """What was rank 1's own begins anew on all ranks, which is said; what all had in common goes on."""
 
-    algorithm = Algorithm.init("sign_sgd", warmup_steps=0)
-
     def residuals() -> list[float]:
-        loop = Loop("with_bagua", algorithm=algorithm)
+        loop = Loop("with_bagua", algorithm=SIGNS)
         loop.wrapped.bagua_load_state_dict(second)
         places = loop.reducer.scheduler.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
-        loop.train(1)
+        loop.train()
         assert size == 1 or loop.reducer.step == 3
         return found
 
-    _, second = thread_ranks(2, _remembered, algorithm)
+    _, second = thread_ranks(2, _remembered, SIGNS)
     assert any(value.abs().sum() for state in second["rank1"]["parameters"].values() for value in state.values())
     assert not any(sum(found) for found in thread_ranks(size, residuals))
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("state of rank 1 of 2" in one and "begin anew" in one for one in said) == size
-
-
-# What is wrapped, and what fails in a step.
+    assert len(re.findall("state of rank 1 of 2.*begin anew", caplog.text)) == size
 
 
 @on_ranks(2)
@@ -424,18 +362,10 @@ def test_models_that_share_some_parameters_cannot_both_be_wrapped():
     first = nn.Sequential(shared, nn.Linear(4, 2))
     kept = OverlappingWrapper(first, sgd(first.parameters()))
     second = nn.Sequential(shared, nn.Linear(4, 3))
-    with pytest.raises(ConfigurationError, match=r"0\.weight is exchanged by the engine of another model"):
+    with pytest.raises(errors.ConfigurationError, match=r"0\.weight is exchanged by the engine of another model"):
         OverlappingWrapper(second, sgd(second.parameters()))
     assert shared.weight._post_accumulate_grad_hooks, "the first model lost its hooks"
     del kept
-
-
-def replaced(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.zeros(16, 8))
-
-
-def moved(model: nn.Sequential) -> None:
-    model[0].bias.data = model[0].bias.data.clone()
 
 
 def shortened(model: nn.Sequential) -> None:
@@ -443,25 +373,21 @@ def shortened(model: nn.Sequential) -> None:
     model[0].bias.data = model[0].bias.data[:1]
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        pytest.param(shortened, "0.bias had 16 elements and has 1 now", id="shortened"),
-        pytest.param(replaced, "0.weight", id="replaced"),
-        pytest.param(lambda model: model[2].bias.requires_grad_(True), "2.bias", id="unfrozen"),
-        pytest.param(lambda model: model.append(nn.Linear(4, 4)), "added", id="added"),
-        pytest.param(
-            lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(1))), "added", id="in the place of None"
-        ),
-        pytest.param(nn.Module.double, "0.weight", id="of another type"),
-        pytest.param(moved, "0.bias", id="moved"),
-        pytest.param(
-            lambda model: model.__setitem__(4, nn.Linear(16, 4)), "4 is another module now", id="another module"
-        ),
-        pytest.param(lambda model: model.append(nn.Identity()), "None", id="added without parameters"),
-        pytest.param(lambda model: model.__setitem__(1, nn.Dropout()), "None", id="another without parameters"),
-    ],
-)
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "shortened": (shortened, "0.bias had 16 elements and has 1 now"),
+    "replaced": (lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(16, 8))), "0.weight"),
+    "unfrozen": (lambda model: model[2].bias.requires_grad_(True), "2.bias"),
+    "added": (lambda model: model.append(nn.Linear(4, 4)), "added"),
+    "in the place of None": (lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(1))), "added"),
+    "of another type": (nn.Module.double, "0.weight"),
+    "moved": (lambda model: setattr(model[0].bias, "data", model[0].bias.data.clone()), "0.bias"),
+    "another module": (lambda model: model.__setitem__(4, nn.Linear(16, 4)), "4 is another module now"),
+    "added without parameters": (lambda model: model.append(nn.Identity()), "None"),
+    "another without parameters": (lambda model: model.__setitem__(1, nn.Dropout()), "None"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
 def test_what_is_a_difference_from_the_model_that_was_wrapped(change, told):
     model = mlp()
     model[1].register_parameter("scale", None)
@@ -474,40 +400,39 @@ def test_what_is_a_difference_from_the_model_that_was_wrapped(change, told):
 
 @pytest.mark.parametrize(
     ("make", "problem"),
-    [
-        (lambda: nn.LazyLinear(3), "no shape yet"),
-        (lambda: nn.Linear(2, 2, device="meta"), "no memory"),
-        (lambda: nn.Embedding(4, 2, sparse=True), "sparse gradients"),
-    ],
-)
+    [(lambda: nn.LazyLinear(3), "no shape yet"), (lambda: nn.Linear(2, 2, device="meta"), "no memory"),
+     (lambda: nn.Embedding(4, 2, sparse=True), "sparse gradients")],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_parameters_that_cannot_be_put_into_a_bucket_are_named(make, problem):
-    with pytest.raises(InvalidTensorError, match=f"weight .*{problem}"):
+    with pytest.raises(errors.InvalidTensorError, match=f"weight .*{problem}"):
         Registration(make())
 
 
-def test_a_model_that_only_one_rank_cannot_wrap_is_an_error_on_every_rank(thread_ranks):
-    def check() -> str:
-        rank = bagua.comm.get_rank()
-        model = nn.Sequential(nn.Embedding(4, 2, sparse=rank == 1), nn.Linear(2, 2))
-        with pytest.raises(BaguaError) as caught:
-            OverlappingWrapper(model, sgd(model.parameters()))
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    results = thread_ranks(3, check)
-    assert results[1].startswith("InvalidTensorError: 0.weight has sparse gradients")
-    for result in (results[0], results[2]):
-        assert result.startswith("CollectiveMismatchError")
-        assert "0.weight has sparse gradients" in result
+@on_ranks(3)
+def test_a_model_that_only_one_rank_cannot_wrap_is_an_error_on_every_rank():
+    alone = bagua.comm.get_rank() == 1
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=alone), nn.Linear(2, 2))
+    with pytest.raises(errors.BaguaError, match=r"0\.weight has sparse gradients") as caught:
+        OverlappingWrapper(model, sgd(model.parameters()))
+    assert caught.type is (errors.InvalidTensorError if alone else errors.CollectiveMismatchError)
+    assert str(caught.value).startswith("0.weight") == alone
 
 
 @dataclass(frozen=True)
-class ManySums(How):
-    """Sums that go on for a while."""
+class Does(How):
+    """What a function does."""
+
+    act: Callable[[Flight, ProcessGroup], None] = field(repr=False)  # Ranks compare what they show.
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
-        for _ in range(20):
-            group.global_communicator.allreduce(flight.flat)
+        self.act(flight, group)
+
+
+def many_sums(flight: Flight, group: ProcessGroup) -> None:
+    """They go on for a while."""
+    for _ in range(20):
+        group.global_communicator.allreduce(flight.flat)
 
 
 @dataclass(frozen=True)
@@ -518,18 +443,15 @@ class Ignore(Then):
         pass
 
 
-#: Sums of gradients, that nobody uses, in a background thread that goes on until the next step.
-IN_BACKGROUND = Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Ignore(), lag=1))
-
-
 @on_ranks(2)
 def test_gradients_that_no_rank_has_stay_none_with_every_lag():
-    rank = bagua.comm.get_rank()
-    for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
+    # Sums that nobody uses, in a background thread that goes on until the next step.
+    in_background = Algorithm.of(Exchange(Gradients(), Every(), Does(many_sums), Ignore(), lag=1))
+    for algorithm in (Algorithm.init("gradient_allreduce"), in_background):
         loop = Loop(OverlappingWrapper, Branches, algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1)
         for step in range(4):
             loop.model.zero_grad()
-            branch_loss(loop.wrapped, rank, step).backward()
+            branch_loss(loop.wrapped, loop.rank, step).backward()
         branches = loop.model.left, loop.model.right, loop.model.never
         assert [branch.weight.grad is not None for branch in branches] == [True, True, False]
 
@@ -537,49 +459,39 @@ def test_gradients_that_no_rank_has_stay_none_with_every_lag():
 def test_devices_that_the_group_does_not_serve_are_named():
     registration = Registration(mlp())
     registration.refuse_other_devices({"cpu", "cuda"})
-    with pytest.raises(InvalidTensorError, match=r"parameter 0\.weight is on a device"):
+    with pytest.raises(errors.InvalidTensorError, match=r"parameter 0\.weight is on a device"):
         registration.refuse_other_devices({"cuda"})
-
-
-def dropping(model: nn.Module) -> nn.Module:
-    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    return model
 
 
 @on_ranks(2)
 def test_a_hook_of_the_user_that_drops_gradients_is_an_error():
-    loop = Loop(lambda model, optimizer: OverlappingWrapper(dropping(model), optimizer))
-    with pytest.raises(ConfigurationError, match=r"the gradient of 0\.bias cannot be put into a bucket.*seen None"):
+    model = mlp()
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    loop = Loop(OverlappingWrapper, lambda: model)
+    words = r"the gradient of 0\.bias cannot be put into a bucket.*seen None"
+    with pytest.raises(errors.ConfigurationError, match=words):
         loop.train(2)
-
-
-@dataclass(frozen=True)
-class FailsOnRank1(How):
-    """Cannot, in step 1 on rank 1."""
-
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
-        if group.rank == 1 and flight.step == 1:
-            raise ArithmeticError("no such block")
-        group.global_communicator.allreduce(flight.flat)
-
-
-FAILS_AFTER_STEP = Algorithm.of(Exchange(Weights(), Every(), FailsOnRank1(), Ignore()))
 
 
 @on_ranks(2)
 def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank():
-    loop = Loop(OverlappingWrapper, algorithm=FAILS_AFTER_STEP)
-    with pytest.raises(ArithmeticError if loop.rank else PeerLostError, match="no such block"):
+    def fail(flight: Flight, group: ProcessGroup) -> None:
+        if group.rank == 1 and flight.step == 1:
+            raise ArithmeticError("no such block")
+        group.global_communicator.allreduce(flight.flat)
+
+    loop = Loop(OverlappingWrapper, algorithm=Algorithm.of(Exchange(Weights(), Every(), Does(fail), Ignore())))
+    with pytest.raises(ArithmeticError if loop.rank else errors.PeerLostError, match="no such block"):
         loop.train(5)
-    with pytest.raises(CommunicationError):
+    with pytest.raises(errors.CommunicationError):
         loop.train()
 
 
-#: Exchanges of gradients, and by what they multiply the sum of those of two ranks.
-SUMS = [("gradient_allreduce", 0.5), (Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Replace())), 2.0**19)]
-
-
-@pytest.mark.parametrize(("algorithm", "factor"), SUMS, ids=["scaled", "as they are"])
+@pytest.mark.parametrize(
+    ("algorithm", "factor"),  # By which the sum of the gradients of two ranks is multiplied.
+    [("gradient_allreduce", 0.5), (Algorithm.of(Exchange(Gradients(), Every(), Does(many_sums), Replace())), 2.0**19)],
+    ids=["scaled", "as they are"],
+)
 @on_ranks(2)
 def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_memory(algorithm, factor):
     """The large one brings all that came before it into the bucket; those after it wait for the last one."""
@@ -592,9 +504,8 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
         model.zero_grad()
         model(torch.full((1, 4), 1.0 + rank + step)).square().sum().backward()
 
-    rank = bagua.comm.get_rank()
-    model = made()
-    wrapped = OverlappingWrapper(model, sgd(model.parameters()), algorithm=algorithm)
+    loop = Loop(OverlappingWrapper, made, algorithm=algorithm)
+    model, wrapped, rank = loop.model, loop.wrapped, loop.rank
     backward(wrapped, rank, 0)
     (bucket,) = wrapped.bagua_buckets
     views = dict(zip(bucket.names, bucket.gradient_views, strict=True))
@@ -618,8 +529,7 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
 
 @given(st.lists(st.sampled_from([1, 17, 5000]), min_size=1, max_size=6), st.data())
 def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, data):
-    names, parameters = map(str, range(len(sizes))), [nn.Parameter(torch.zeros(size)) for size in sizes]
-    bucket = Bucket(0, [*names], parameters, solo_group().global_communicator)
+    bucket = _bucket(*sizes)
     bucket.allocate_gradients()
     arrival = Arrival(bucket, gathers=True)
     arrival.begin(0.3)
@@ -648,36 +558,24 @@ class Last(torch.autograd.Function):
         return gradient, None
 
 
-@dataclass(frozen=True)
-class Watched(How):
-    """A sum whose start is told."""
-
-    started: Callable[[], None] = field(repr=False)  # Ranks compare what they show.
-
-    def run(self, flight: Flight, group: ProcessGroup) -> None:
-        self.started()
-        group.global_communicator.allreduce(flight.flat)
-
-
 @on_ranks(2)
 def test_the_last_bucket_waits_for_the_end_of_a_pass_that_ends_soon_and_needs_no_thread(monkeypatch):
     """One bucket is ready before the pass is over. Whether passes go on for long is found out in each of them."""
-    seen: list[object] = []
-    started = threading.Event()
-    here = threading.get_ident()
+    seen: list[str] = []
+    started, here = threading.Event(), threading.get_ident()
 
-    def note() -> None:
+    def note_and_sum(flight: Flight, group: ProcessGroup) -> None:
         seen.append("here" if threading.get_ident() == here else "in a thread")
         started.set()
+        group.global_communicator.allreduce(flight.flat)
 
     def rest(ahead: bool) -> None:
         if ahead:
             assert started.wait(60)
         seen.append("rest")
 
-    sums = Algorithm.of(Exchange(Gradients(), Every(), Watched(note), Replace()))
-    model = mlp()
-    wrapped = OverlappingWrapper(model, sgd(model.parameters()), algorithm=sums)
+    sums = Algorithm.of(Exchange(Gradients(), Every(), Does(note_and_sum), Replace()))
+    wrapped = Loop(OverlappingWrapper, algorithm=sums).wrapped
     for step, rest_s in enumerate((60.0, 60.0, 0.0, 60.0, 60.0)):
         bagua.comm.barrier()  # Ranks are threads of one process.
         monkeypatch.setattr(scheduler, "_REST_S", rest_s)
@@ -686,66 +584,54 @@ def test_the_last_bucket_waits_for_the_end_of_a_pass_that_ends_soon_and_needs_no
     assert seen == ["rest", "here"] * 3 + ["in a thread", "rest"] + ["rest", "here"]
 
 
-class Opaque:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 def test_outputs_that_contain_themselves_or_lead_everywhere_end():
     cyclic: list[Any] = [torch.zeros(1)]
     cyclic.append(cyclic)
     assert len(list(tensors_in(cyclic))) == 1
     model = nn.Linear(2, 2)
-    assert list(tensors_in(Opaque([model, torch, Opaque, lambda: model]))) == []
-    deep = Opaque(torch.zeros(1))
+    assert list(tensors_in(SimpleNamespace(value=[model, torch, SimpleNamespace, lambda: model]))) == []
+    deep = SimpleNamespace(value=torch.zeros(1))
     for _ in range(5):
-        deep = Opaque(deep)
+        deep = SimpleNamespace(value=deep)
     assert list(tensors_in(deep)) == []
 
 
 class Device:
     """Stands in for CUDA: notes what is issued on which stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.notes: list[str] = []
-        self.current = Stream(self, "compute")
+        self.current = self.stream("compute")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
 
     @contextlib.contextmanager
-    def on(self, stream: Stream):
+    def on(self, stream: SimpleNamespace):
         before, self.current = self.current, stream
         yield
         self.current = before
 
+    def stream(self, name: str) -> SimpleNamespace:
+        def record() -> str:
+            self.notes.append(f"{name} records")
+            return f"event of {name}"
 
-class Stream:
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.name = device, name
-
-    def wait_stream(self, other: Stream) -> None:
-        self.device.notes.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        self.device.notes.append(f"{self.name} records")
-        return f"event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.device.notes.append(f"{self.name} waits for {event}")
+        return SimpleNamespace(
+            name=name,
+            record_event=record,
+            wait_stream=lambda other: self.notes.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.notes.append(f"{name} waits for {event}"),
+        )
 
 
 def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeypatch):
-    device = Device()
-    exchanges = Stream(device, "exchange")
+    device = Device(monkeypatch)
+    exchanges = device.stream("exchange")
     monkeypatch.setattr(lanes, "_communication_stream", lambda _: exchanges)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
-    monkeypatch.setattr(torch.cuda, "stream", device.on)
-
-    class Work:
-        def wait(self) -> None:
-            device.notes.append(f"{device.current.name} waits for the work")
 
     def exchange() -> Any:
         device.notes.append(f"exchange on {device.current.name}")
-        return Work()
+        return SimpleNamespace(wait=lambda: device.notes.append(f"{device.current.name} waits for the work"))
 
     wait = lanes.StreamLane(solo_group(), torch.device("cuda", 0)).run(exchange)
     assert device.current.name == "compute"
@@ -760,11 +646,9 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
 
 
 def test_a_background_thread_works_on_the_stream_of_its_caller(monkeypatch):
-    device = Device()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
-    monkeypatch.setattr(torch.cuda, "stream", device.on)
+    device = Device(monkeypatch)
     background = lanes.ThreadLane(solo_group().duplicate("test-streams"), torch.device("cuda", 0))
-    with device.on(Stream(device, "side")):
+    with device.on(device.stream("side")):
         wait = background.run(lambda: device.notes.append(f"exchange on {device.current.name}"))
         background.thread.submit(lambda: None).result()
     wait()
@@ -786,11 +670,11 @@ def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Opt
 @on_ranks(3)
 def test_optimizers_that_differ_are_named_on_every_rank(exchange):
     rank = bagua.comm.get_rank()
-    with pytest.raises(CollectiveMismatchError, match="parameter groups of"):
+    with pytest.raises(errors.CollectiveMismatchError, match="parameter groups of"):
         exchange([_optimizer(rank, groups=1 + rank % 2)])
 
 
 @on_ranks(2)
 def test_averaging_needs_the_same_state_on_all_ranks():
-    with pytest.raises(CollectiveMismatchError, match="exp_avg of parameter 0"):
+    with pytest.raises(errors.CollectiveMismatchError, match="exp_avg of parameter 0"):
         allreduce_optimizer_state([_optimizer(0, steps=bagua.comm.get_rank())])

@@ -1,13 +1,12 @@
 """Errors: in a hook, a backward pass, the exchange, on another rank; ranks that are long in coming. Nothing hangs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,28 +14,15 @@ from torch import nn
 
 import bagua.comm
 from bagua import testing
-from bagua.algorithms import (
-    Algorithm,
-    AsyncModelAverageAlgorithm,
-    DiLoCoAlgorithm,
-    Every,
-    Exchange,
-    LocalUpdates,
-    Mean,
-    Model,
-    Replace,
-    Weights,
-    registry,
-)
+from bagua.algorithms import Algorithm, Every, Exchange, LocalUpdates, Mean, Model, Replace, Weights, registry
 from bagua.comm import long_wait
 from bagua.comm.long_wait import LongWait
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
 from tests.algorithms.test_toys import WarmsUp
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, loss_of, snapshot, until
-from tests.parallel.test_decentralized import train as train_decentralized
-from tests.parallel.test_decentralized import wrap as wrap_decentralized
+from tests.harness import State, assert_same_on_all_ranks, in_threads, loss_of, snapshot, until
+from tests.parallel import test_decentralized as decentralized
 from tests.parallel.wrapping import WRAPS, Loop, Recomputed, Twice, Wrap, on_ranks
 
 
@@ -134,16 +120,12 @@ def test_a_parameter_that_arrives_twice_in_one_backward_is_named():
 
 def _train_through_a_mishap(mishap: str) -> tuple[str, State]:
     """What ends the training when something happens to rank 1 only, and the weights after training on, wrapped anew."""
-
-    def fails(gradient: torch.Tensor) -> None:
-        raise CodecError("user's hook")
-
     loop = Loop()
     loop.train(3)
     if loop.rank != 1:
         handle = None
     elif mishap == "hook":  # In the last bucket: the first one is under way by then.
-        handle = loop.model[0].weight.register_hook(fails)
+        handle = loop.model[0].weight.register_hook(Mock(side_effect=CodecError("user's hook")))
     else:
         handle = loop.model[1].register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises((BaguaError, CodecError)) as caught:
@@ -175,9 +157,8 @@ def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
             assert gave_up.wait(60)
             return "rested"
         next(loop.model.parameters()).requires_grad_(False)
-        with pytest.raises(
-            CollectiveTimeoutError, match=r"did not come, after .* on this one: .*weight was frozen"
-        ) as caught:
+        why = r"did not come, after .* on this one: .*weight was frozen"
+        with pytest.raises(CollectiveTimeoutError, match=why) as caught:
             loop.loss()
         gave_up.set()
         assert caught.value.peers == (1,)
@@ -186,18 +167,13 @@ def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
     assert testing.ThreadRanks(2).run(train) == ["refused", "rested"]
 
 
-#: One bucket: nothing is exchanged before the last gradient is there.
-ONE_BUCKET_BYTES = 10**9
 FAILS_IN = 2
 
 
 @contextmanager
 def failing(place: nn.Module | torch.Tensor, error: type[BaseException] = MemoryError) -> Iterator[None]:
     """A backward pass in this block ends where the gradient of ``place`` is there."""
-
-    def fails(gradient: torch.Tensor) -> None:
-        raise error("out of memory, as it were")
-
+    fails = Mock(side_effect=error("out of memory, as it were"))
     handle = (place.weight if isinstance(place, nn.Module) else place).register_hook(fails)
     with pytest.raises(error):
         yield
@@ -228,7 +204,8 @@ def check_all_are_told(
 
 
 def one_bucket(wrap: Wrap | str = "with_bagua", **options: Any) -> Loop:
-    return Loop(wrap, bucket_bytes=ONE_BUCKET_BYTES, **options)
+    """Nothing is exchanged before the last gradient is there."""
+    return Loop(wrap, bucket_bytes=10**9, **options)
 
 
 def with_algorithm(algorithm: Algorithm) -> Loop:
@@ -252,7 +229,7 @@ def test_the_engine_stops_on_all_ranks(wrap, step, place, error):
 
 TOGETHER = {name: registry.get(name)() for name in registry if not issubclass(registry.get(name), LocalUpdates)}
 OWN_PACE = TOGETHER.pop("async")
-TOGETHER["the warm-up of async"] = AsyncModelAverageAlgorithm(warmup_steps=10)
+TOGETHER["the warm-up of async"] = Algorithm.init("async", warmup_steps=10)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -276,10 +253,10 @@ def test_where_ranks_step_at_their_own_pace_nobody_needs_to_know():
 @pytest.mark.parametrize("topology", ["complete", "ring", "one-peer-exp"])
 @on_ranks(4)
 def test_with_neighbours(topology):
-    rank, model = bagua.comm.get_rank(), wrap_decentralized(topology=topology)
+    rank, model = bagua.comm.get_rank(), decentralized.wrap(topology=topology)
     check_all_are_told(
         rank,
-        lambda steps: train_decentralized(model, range(steps)),
+        lambda steps: decentralized.train(model, range(steps)),
         lambda: loss_of(model, rank, FAILS_IN).backward(),
         lambda: model.module[0],
     )
@@ -314,13 +291,13 @@ def test_one_that_only_accumulates_may_fail(wrap) -> State:
 
 def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
     def train(fails: bool) -> State:
-        model = wrap_decentralized()
-        train_decentralized(model, range(2))
+        model = decentralized.wrap()
+        decentralized.train(model, range(2))
         if fails:
             with failing(model.module[0]):
                 loss_of(model, 0, 2).backward()
             model.zero_grad()
-        train_decentralized(model, range(2, 4))
+        decentralized.train(model, range(2, 4))
         return snapshot(model)
 
     assert_same_on_all_ranks([thread_ranks(1, train, fails)[0] for fails in (True, False)])
@@ -329,22 +306,17 @@ def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
 @pytest.mark.parametrize("ends", ["bagua_finish", "with_bagua"])
 @on_ranks(2)
 def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(ends):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    loop = with_algorithm(DiLoCoAlgorithm(2, overlap=1))
+    loop = with_algorithm(Algorithm.init("diloco", sync_every=2, overlap=1))
     loop.train(3)
-    wrapped = loop.wrapped
-    courses = wrapped._bagua_engine.reducer.scheduler.courses
-    under_way = [flight for course in courses for flight in course.flights]
+    under_way = [flight for course in loop.reducer.scheduler.courses for flight in course.flights]
     assert under_way
     for flight in under_way:
-        flight.wait = interrupted
+        flight.wait = Mock(side_effect=KeyboardInterrupt)
     bagua.comm.barrier()  # Who gives up ends the calls of others, too.
     with pytest.raises(KeyboardInterrupt):
-        wrapped.bagua_finish() if ends == "bagua_finish" else wrapped.with_bagua(loop.optimizer)
+        loop.wrapped.bagua_finish() if ends == "bagua_finish" else loop.wrapped.with_bagua(loop.optimizer)
     with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
-        wrapped.bagua_finish()
+        loop.wrapped.bagua_finish()
 
 
 @dataclass(frozen=True)
@@ -367,10 +339,6 @@ class _Slower(Algorithm):
 @on_ranks(2)
 def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(algorithm, error):
     """The others are in the next phase already: nothing that this rank did later would fit."""
-
-    def interrupted() -> None:
-        raise error("in the middle")
-
     loop = with_algorithm(algorithm)
     loop.train(FAILS_IN)
     if loop.rank == 0:
@@ -378,7 +346,7 @@ def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(algorith
             loop.train(2 * FAILS_IN)
         assert caught.value.peers == (1,)
         return
-    loop.model._bagua_engine.reducer.scheduler.flush = interrupted
+    loop.reducer.scheduler.flush = Mock(side_effect=error("in the middle"))
     with pytest.raises(error):
         loop.train()
     with pytest.raises(CommunicatorClosedError, match="in the middle"):
@@ -444,11 +412,7 @@ def test_who_waits_for_others_to_start_names_them(heard):
         bagua.comm.init_process_group(backend="threads", store=store, rank=rank, world_size=2)
         bagua.comm.destroy_process_group()
 
-    threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(2, start)
     assert any(message.startswith("rank 0 has waited 0 s for rank 1 to come to") for message in heard.messages)
 
 
@@ -485,17 +449,14 @@ def test_processes_say_it_too(ranks, rank_pool):
         assert "(2 x float32, sum)" in message
 
 
-def test_errors_name_step_bucket_and_parameters_before_calls(thread_ranks):
-    def train() -> tuple[str, str]:
-        loop = Loop("with_bagua", bucket_bytes=10**6)
-        loop.train(3)
-        if loop.rank == 1:
-            bagua.comm.destroy_process_group()
-            return "", ""
-        with pytest.raises((PeerLostError, CollectiveTimeoutError)) as caught:
-            loss_of(loop.wrapped, loop.rank, 3).backward()
-        return caught.value.activity, str(caught.value)
-
-    activity, text = thread_ranks(2, train)[0]
-    assert activity == "step 3, bucket 0 (4.bias to 0.weight)"
-    assert f"(in {activity}, in #" in text
+@on_ranks(2)
+def test_errors_name_step_bucket_and_parameters_before_calls():
+    loop = Loop("with_bagua", bucket_bytes=10**6)
+    loop.train(3)
+    if loop.rank == 1:
+        bagua.comm.destroy_process_group()
+        return
+    with pytest.raises((PeerLostError, CollectiveTimeoutError)) as caught:
+        loop.backward()
+    assert caught.value.activity == "step 3, bucket 0 (4.bias to 0.weight)"
+    assert f"(in {caught.value.activity}, in #" in str(caught.value)

@@ -1,7 +1,5 @@
 """Models and optimizers that differ between ranks, change while they train, or have nothing in some place."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import deque
@@ -19,63 +17,44 @@ from bagua.errors import BaguaError, CollectiveMismatchError, CommunicatorClosed
 from bagua.parallel import broadcast_optimizer_state, with_bagua
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import Losses, State, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import Loop, by_bagua_init, by_with_bagua, frozen, of_this_rank, on_ranks
+from tests.parallel.wrapping import Loop, by_bagua_init, by_with_bagua, of_this_rank, on_ranks
 
 # Found out before the first exchange, and named.
 
-
-def _other_shape() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def _other_names() -> nn.Module:
-    model = mlp()
-    return nn.Sequential(*model[:4], nn.Sequential(model[4]))
-
-
-def _other_dtype() -> nn.Module:
-    model = mlp()
-    model[2].to(torch.bfloat16)
-    return model
-
-
-def _other_buffer() -> nn.Module:
-    model = mlp()
-    model.register_buffer("calls", torch.zeros(3))
-    return model
-
-
-DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str]] = {
-    "shape": (_other_shape, {}, r"^ranks have different models.*0\.weight: shape \[.*0\.weight: shape \["),
-    "name": (_other_names, {}, r"4\.(0\.)?weight"),
-    "dtype": (_other_dtype, {}, r"2\.weight"),
-    "requires_grad": (frozen, {}, r"0\.weight"),
-    "buffer": (_other_buffer, {}, "calls"),
-    "bucket_bytes": (mlp, {"bucket_bytes": 77_000}, "bucket"),
-    "hierarchical": (mlp, {"hierarchical_reduce": True}, "hierarchical"),
-    "delay_reduce": (mlp, {"delay_reduce": True}, "delay_reduce"),
-    "fusion": (mlp, {"fusion": False}, "fusion"),
-    "algorithm": (mlp, {"distributed_algorithm": GradientAllReduceAlgorithm(average=False)}, "average"),
-    "find_unused_parameters": (mlp, {"find_unused_parameters": True}, "find_unused_parameters"),
+#: What one rank does to its model, or the options with which it wraps it, and what names that.
+DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object] | dict[str, object], str]] = {
+    "shape": (
+        lambda model: model[0].register_parameter("weight", nn.Parameter(torch.ones(12, 8))),
+        r"^ranks have different models.*0\.weight: shape \[.*0\.weight: shape \[",
+    ),
+    "name": (lambda model: model.append(nn.Sequential(model.pop(4))), r"4\.(0\.)?weight"),
+    "dtype": (lambda model: model[2].to(torch.bfloat16), r"2\.weight"),
+    "requires_grad": (lambda model: model[:3].requires_grad_(False), r"0\.weight"),
+    "buffer": (lambda model: model.register_buffer("calls", torch.zeros(3)), "calls"),
+    "bucket_bytes": ({"bucket_bytes": 77_000}, "bucket"),
+    "hierarchical": ({"hierarchical_reduce": True}, "hierarchical"),
+    "delay_reduce": ({"delay_reduce": True}, "delay_reduce"),
+    "fusion": ({"fusion": False}, "fusion"),
+    "algorithm": ({"distributed_algorithm": GradientAllReduceAlgorithm(average=False)}, "average"),
+    "find_unused_parameters": ({"find_unused_parameters": True}, "find_unused_parameters"),
 }
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 @pytest.mark.parametrize("odd", [0, 2], ids=["rank 0 differs", "last rank differs"])
-def test_models_that_differ_are_found_before_the_first_exchange(thread_ranks, difference, odd):
-    make, options, pattern = DIFFERENCES[difference]
-
-    def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = make() if rank == odd else mlp()
-        before = snapshot(model)
-        optimizer = sgd(model.parameters())
-        with pytest.raises(CollectiveMismatchError, match=pattern):
-            wrapped = by_bagua_init(model, optimizer, **(options if rank == odd else {}))
-            loss_of(wrapped, rank, 0).backward()
-        assert_same_on_all_ranks([before, snapshot(model)])
-
-    thread_ranks(3, train, hosts=[2, 1])
+@on_ranks(3, hosts=[2, 1])
+def test_models_that_differ_are_found_before_the_first_exchange(difference, odd):
+    other, pattern = DIFFERENCES[difference]
+    rank, model, options = bagua.comm.get_rank(), mlp(), {}
+    if rank == odd and callable(other):
+        other(model)
+    elif rank == odd:
+        options = other
+    before = snapshot(model)
+    with pytest.raises(CollectiveMismatchError, match=pattern):
+        wrapped = by_bagua_init(model, sgd(model.parameters()), **options)
+        loss_of(wrapped, rank, 0).backward()
+    assert_same_on_all_ranks([before, snapshot(model)])
 
 
 ALGORITHMS = [name for name in sorted(registry) if not Algorithm.init(name).in_background]
@@ -99,65 +78,59 @@ def started(name: str) -> Loop:
 
 def _stepped(loop: Loop) -> None:
     """Have the optimizer step the parameters that the model has now."""
-    kept = set(loop.model.parameters())
-    for gone in [one for one in loop.optimizer.state if one not in kept]:
+    for gone in set(loop.optimizer.state).difference(loop.model.parameters()):
         loop.optimizer.state.pop(gone)
     loop.optimizer.param_groups[0]["params"][:] = loop.model.parameters()
 
 
-def new_head(model: nn.Sequential) -> None:
-    model[4] = nn.Linear(16, 4)
+def apply(change: str, model: nn.Sequential) -> None:
+    if change == "new_head":
+        model[4] = nn.Linear(16, 4)
+    elif change == "new_weight":
+        model[2].weight = nn.Parameter(torch.eye(16))
+    elif change == "inserted":
+        model.insert(2, nn.Linear(16, 16))
+    elif change == "removed":
+        model.pop(2)
+    elif change == "wider":
+        model[2], model[4] = nn.Linear(16, 20), nn.Linear(20, 4)
+    elif change == "without_a_shape":
+        model[2] = nn.LazyLinear(16)
+    elif change == "frozen_elsewhere":  # On each rank another layer.
+        model[2 * bagua.comm.get_rank()].requires_grad_(False)
 
 
-def new_weight(model: nn.Sequential) -> None:
-    model[2].weight = nn.Parameter(torch.eye(16))
-
-
-def inserted(model: nn.Sequential) -> None:
-    model.insert(2, nn.Linear(16, 16))
-
-
-def removed(model: nn.Sequential) -> None:
-    model.pop(2)
-
-
-def wider(model: nn.Sequential) -> None:
-    model[2], model[4] = nn.Linear(16, 20), nn.Linear(20, 4)
-
-
-CHANGES: list[Callable[[nn.Sequential], None]] = [new_head, new_weight, inserted, removed, wider]
+def assert_sound(states: list[State]) -> None:
+    assert_same_on_all_ranks(states)
+    assert all(value.isfinite().all() for state in states for value in state.values())
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_changes_on_all_ranks_is_trained_together_on(thread_ranks, name, change):
-    def train() -> State:
-        loop = started(name)
-        if loop.rank == 0:
-            torch.manual_seed(7)
-        bagua.comm.barrier()
-        with torch.no_grad():
-            change(loop.model)
-            for parameter in loop.model.parameters():  # Threads share the generator.
-                bagua.comm.broadcast(parameter.detach())
-        _stepped(loop)
-        loop.train(4)
-        loop.wrapped.bagua_finish()
-        return snapshot(loop.model)
-
-    states = thread_ranks(2, train)
-    assert_same_on_all_ranks(states)
-    assert all(value.isfinite().all() for value in states[0].values())
+@pytest.mark.parametrize("change", ["new_head", "new_weight", "inserted", "removed", "wider"])
+@on_ranks(2, assert_sound)
+def test_a_model_that_changes_on_all_ranks_is_trained_together_on(name, change) -> State:
+    loop = started(name)
+    if loop.rank == 0:
+        torch.manual_seed(7)
+    bagua.comm.barrier()
+    with torch.no_grad():
+        apply(change, loop.model)
+        for parameter in loop.model.parameters():  # Threads share the generator.
+            bagua.comm.broadcast(parameter.detach())
+    _stepped(loop)
+    loop.train(4)
+    loop.wrapped.bagua_finish()
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize("name", ["diloco", "slowmo", "sparse_loco"])
-@pytest.mark.parametrize("change", [new_weight, inserted, wider])
+@pytest.mark.parametrize("change", ["new_weight", "inserted", "wider"])
 @on_ranks(2)
 def test_a_new_parameter_is_not_pulled_to_what_another_one_was(name, change):
     loop = started(name)
     loop.train()
     old = {id(parameter) for parameter in loop.model.parameters()}
-    change(loop.model)
+    apply(change, loop.model)
     new = [parameter for parameter in loop.model.parameters() if id(parameter) not in old]
     assert new
     for parameter in new:
@@ -168,42 +141,23 @@ def test_a_new_parameter_is_not_pulled_to_what_another_one_was(name, change):
     assert max(float((parameter.detach() - 1).abs().max()) for parameter in new) < 1e-6
 
 
-def frozen_elsewhere(model: nn.Sequential) -> None:
-    """Ranks change their models differently, and try again, as cells of a notebook do."""
-    model[2 * bagua.comm.get_rank()].requires_grad_(False)
-
-
-def without_a_shape(model: nn.Sequential) -> None:
-    model[2] = nn.LazyLinear(16)
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        *((name, frozen_elsewhere) for name in ("gradient_allreduce", "bytegrad", "local_sgd")),
-        ("gradient_allreduce", without_a_shape),
+        *((name, "frozen_elsewhere") for name in ("gradient_allreduce", "bytegrad", "local_sgd")),
+        ("gradient_allreduce", "without_a_shape"),
     ],
 )
 @on_ranks(2)
 def test_after_a_change_that_failed_each_step_says_so(name, change):
+    """Who tries again, as cells of a notebook do, is told again."""
     loop = started(name)
-    change(loop.model)
+    apply(change, loop.model)
     with pytest.raises(BaguaError):
         loop.train()
     for _ in range(3):
         with pytest.raises(CommunicatorClosedError, match="can no longer be synchronized"):
             loop.loss()
-
-
-class Around(torch.optim.Optimizer):
-    """Shares groups and state with another optimizer, as Lookahead and SAM do."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        super().__init__(base.param_groups, base.defaults)
-        self.base, self.param_groups, self.state = base, base.param_groups, base.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "diloco"])
@@ -286,18 +240,16 @@ def test_settings_that_cannot_be_sent_are_compared_by_name():
         by_with_bagua(model, optimizer)
 
 
-def test_tensors_that_would_be_left_out_are_an_error_that_names_where_they_are(thread_ranks):
-    def wrap() -> str:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        if bagua.comm.get_rank() == 0:
-            optimizer.state[model[0].bias]["history"] = deque([torch.ones(16)])
-        with pytest.raises(BaguaError) as caught:
-            broadcast_optimizer_state([optimizer])
-        assert isinstance(caught.value, CollectiveMismatchError if bagua.comm.get_rank() else ConfigurationError)
-        return str(caught.value)
-
-    assert "optimizer 0 (SGD), state of parameter 1, history cannot be sent" in thread_ranks(2, wrap)[0]
+@on_ranks(2)
+def test_tensors_that_would_be_left_out_are_an_error_that_names_where_they_are():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    error, why = CollectiveMismatchError, None
+    if bagua.comm.get_rank() == 0:
+        optimizer.state[model[0].bias]["history"] = deque([torch.ones(16)])
+        error, why = ConfigurationError, r"optimizer 0 \(SGD\), state of parameter 1, history cannot be sent"
+    with pytest.raises(error, match=why):
+        broadcast_optimizer_state([optimizer])
 
 
 # The empty case of each thing that is counted, with every algorithm: parts, gradients, buffers, data, steps.
@@ -346,8 +298,7 @@ def frozen_at_wrapping(name: str) -> State:
     run.train_through()
     run.model.requires_grad_(False)
     run.train_through()
-    before = run.model.bagua_step
-    assert before == 0
+    assert run.model.bagua_step == 0
     run.train(4)
     assert run.model.bagua_step == 4
     return run.end()
@@ -439,25 +390,14 @@ def no_rows(name: str) -> State:
     return Run(name, losses=loss).end(4)
 
 
+FROZEN = [frozen_at_wrapping, frozen_to_the_end, all_but_one_frozen]
+NOTHING = [no_gradient, no_step, no_optimizer, no_data_on_one_rank, no_elements, no_rows]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        frozen_at_wrapping,
-        frozen_to_the_end,
-        all_but_one_frozen,
-        no_gradient,
-        no_step,
-        no_optimizer,
-        no_data_on_one_rank,
-        no_elements,
-        no_rows,
-    ],
-)
+@pytest.mark.parametrize("case", FROZEN + NOTHING)
 def test_nothing_is_refused_and_nobody_waits(thread_ranks, case, name):
-    states = thread_ranks(2, case, name)
-    assert_same_on_all_ranks(states)
-    assert all(value.isfinite().all() for state in states for value in state.values())
+    assert_sound(thread_ranks(2, case, name))
 
 
 def toggled(name: str, frozen: bool) -> State:

@@ -1,10 +1,7 @@
 """A wrapped module stays an ordinary object of its own class: names, copies, files, ``torch.compile``; its buffers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import functools
 import io
 import logging
 import pickle
@@ -20,29 +17,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import bagua.comm
-import bagua.torch_api
-import bagua.torch_api as bagua_api
-from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
+from bagua.algorithms import GradientAllReduceAlgorithm, LocalSGDAlgorithm
 from bagua.comm.transports.shm.memory import find
 from bagua.errors import ConfigurationError
 from bagua.parallel import allreduce_parameters, with_bagua
-from tests.harness import (
-    State,
-    assert_close,
-    assert_same_on_all_ranks,
-    gradients,
-    live_bytes,
-    live_tensors,
-    loss_of,
-    mean_gradients,
-    mlp,
-    reference,
-    seeded,
-    sgd,
-    snapshot,
-    train_steps,
-    until,
-)
+from bagua.torch_api import BaguaModule, bagua_init, unwrap
+from tests import harness
+from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, seeded, sgd, snapshot
 from tests.parallel.wrapping import WRAPS, Loop, by_bagua_init, by_with_bagua, on_ranks
 
 
@@ -52,30 +33,20 @@ def _trained(wrap: str) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
+@pytest.mark.parametrize("wrap", WRAPS)
 @on_ranks(2)
-def test_state_dict_has_the_keys_of_the_plain_module_and_loads_back(wrap):
-    loop = _trained(wrap)
-    state = loop.wrapped.state_dict()
-    assert list(state) == list(mlp().state_dict())
-    plain = mlp(seed=3)
-    plain.load_state_dict(state)
+def test_state_dict_has_the_keys_of_the_plain_module_or_ddps_prefix_and_loads_back(wrap):
+    loop, plain = _trained(wrap), mlp(seed=3)
+    prefix = "module." if wrap == "data_parallel" else ""
+    inside = loop.wrapped.module if prefix else loop.wrapped
+    assert list(loop.wrapped.state_dict()) == [prefix + name for name in plain.state_dict()]
+    assert list(inside.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(inside.state_dict())
     loop.train(2)
-    result = loop.wrapped.load_state_dict(plain.state_dict())
+    result = loop.wrapped.load_state_dict({prefix + name: value for name, value in plain.state_dict().items()})
     assert not result.missing_keys
     assert not result.unexpected_keys
     assert_same_on_all_ranks([snapshot(loop.model), snapshot(plain)])
-
-
-@on_ranks(2)
-def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know():
-    loop = _trained("data_parallel")
-    model, wrapped = loop.model, loop.wrapped
-    theirs = [f"module.{name}" for name in mlp().state_dict()]
-    assert list(wrapped.state_dict()) == theirs
-    assert list(wrapped.module.state_dict()) == list(mlp().state_dict())
-    wrapped.load_state_dict({f"module.{name}": value for name, value in mlp(seed=3).state_dict().items()})
-    assert_same_on_all_ranks([snapshot(model), snapshot(mlp(seed=3))])
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -113,21 +84,16 @@ def test_a_copy_is_a_plain_module_without_engine_and_the_original_trains_on(wrap
     assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
     assert vars(copied).keys() == vars(mlp()).keys(), "no attribute of ours"
     if loop.rank == 0:  # One rank alone: nothing of the engine can be left in the copy.
-        train_steps(copied, sgd(copied.parameters()), 0, range(2))
+        harness.train_steps(copied, sgd(copied.parameters()), 0, range(2))
     assert_same_on_all_ranks([before, snapshot(loop.model)])
     return loop.train(3)
-
-
-def _hooks(module: nn.Module) -> int:
-    """Per-parameter hooks, as autograd sees them."""
-    return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
     def check() -> int:
         loop = _trained(wrap)  # Without its wrapper, a model loses the hooks.
-        return _hooks(loop.model)
+        return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in loop.model.parameters())
 
     assert thread_ranks(1, check) == [0]
     assert all(count > 0 for count in thread_ranks(2, check)), "this test can fail"
@@ -160,20 +126,20 @@ def test_of_two_engines_on_one_model_only_the_later_one_works(thread_ranks, find
         for step in range(2):
             model.zero_grad()
             loss_of(first, rank, step).backward()
-        second = bagua.torch_api.bagua_init(first, optimizer, total, **options)[0]
+        second = bagua_init(first, optimizer, total, **options)[0]
         for step in range(3):
             model.zero_grad()
             loss_of(second, rank, step).backward()
         before = bagua.comm.stats()["allreduce"].calls
         model.zero_grad()
         loss_of(second, rank, 3).backward()
-        return gradients(model), bagua.comm.stats()["allreduce"].calls - before
+        return harness.gradients(model), bagua.comm.stats()["allreduce"].calls - before
 
     results = thread_ranks(2, train)
     assert [calls for _, calls in results] == [2 if find_unused_parameters else 1] * 2
     expected = mlp()
-    mean_gradients(expected, 2, lambda model, rank: 2 * loss_of(model, rank, 3))
-    assert_close(results[0][0], gradients(expected))
+    harness.mean_gradients(expected, 2, lambda model, rank: 2 * loss_of(model, rank, 3))
+    assert_close(results[0][0], harness.gradients(expected))
 
 
 @on_ranks(1)
@@ -182,66 +148,60 @@ def test_modules_of_one_class_are_still_of_one_class():
     assert type(first) is type(second)
 
 
-class Named(nn.Module):
-    """Has submodules and a method with names that other libraries would take for their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.join, self.no_sync, self.global_average = nn.Identity(), nn.Identity(), nn.Identity()
-
-    def switch_to(self, task: str) -> str:
-        return task
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.join(self.no_sync(self.global_average(inputs))))
-
-
-class Registered(nn.Sequential):
-    """Keeps a registry of its subclasses, and asks each for a keyword."""
-
-    known: ClassVar[list[str]] = []
-
-    def __init_subclass__(cls, *, task: str) -> None:
-        if task in cls.known:
-            raise ValueError(f"{task} already registered")
-        cls.known.append(task)
-
-
-class Classifier(Registered, task="classify"):
-    pass
-
-
-class Scaled(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return 2 * weight
-
-
 @on_ranks(2)
 def test_names_of_the_user_stay_the_users():
+    class Named(nn.Module):
+        """Has submodules and a method with names that other libraries would take for their own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+            self.join, self.no_sync, self.global_average = nn.Identity(), nn.Identity(), nn.Identity()
+
+        def switch_to(self, task: str) -> str:
+            return task
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.join(self.no_sync(self.global_average(inputs))))
+
     loop = Loop("with_bagua", Named)
     loop.train(2)
     assert loop.wrapped.switch_to("segment") == "segment"
     assert isinstance(loop.wrapped.join, nn.Identity)
     assert isinstance(copy.deepcopy(loop.wrapped).no_sync, nn.Identity)
-    with bagua_api.BaguaModule.join(loop.wrapped):
+    with BaguaModule.join(loop.wrapped):
         loop.train(1)
     assert loop.wrapped.bagua_step == 3
 
 
-def test_a_registry_of_subclasses_sees_nothing_of_us(thread_ranks):
-    def train() -> None:
-        loop = Loop("with_bagua", lambda: Classifier(*mlp()))
-        loop.train(2)
-        assert type(loop.wrapped) is Classifier
+@on_ranks(2)
+def test_a_registry_of_subclasses_sees_nothing_of_us():
+    class Registered(nn.Sequential):
+        """Keeps a registry of its subclasses, and asks each for a keyword."""
 
-    thread_ranks(2, train)
+        known: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, *, task: str) -> None:
+            if task in cls.known:
+                raise ValueError(f"{task} already registered")
+            cls.known.append(task)
+
+    class Classifier(Registered, task="classify"):
+        pass
+
+    loop = Loop("with_bagua", lambda: Classifier(*mlp()))
+    loop.train(2)
+    assert type(loop.wrapped) is Classifier
     assert Registered.known == ["classify"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_ranks(2)
 def test_a_parametrized_root_is_copied_and_loses_its_parametrization(when):
+    class Scaled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
     model = nn.Linear(8, 4)
     if when == "before":
         parametrize.register_parametrization(model, "weight", Scaled())
@@ -250,7 +210,7 @@ def test_a_parametrized_root_is_copied_and_loses_its_parametrization(when):
         parametrize.register_parametrization(model, "weight", Scaled())
     loop.train(2)
     copied = copy.deepcopy(loop.wrapped)
-    assert not isinstance(copied, bagua_api.BaguaModule)
+    assert not isinstance(copied, BaguaModule)
     torch.testing.assert_close(copied(torch.ones(1, 8)), loop.wrapped(torch.ones(1, 8)))
     parametrize.remove_parametrizations(loop.model, "weight")
     assert type(loop.model) is nn.Linear
@@ -267,11 +227,10 @@ def _globals_of(value: object) -> set[str]:
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_file_of_a_wrapped_model_is_that_of_the_plain_one(thread_ranks, algorithm, inside):
     def save() -> None:
-        loop = Loop("with_bagua", algorithm=bagua_api.algorithms.Algorithm.init(algorithm))
+        loop = Loop("with_bagua", algorithm=algorithm)
         loop.train(2)
-        plain = mlp()
-        saved = nn.Sequential(loop.wrapped) if inside else loop.wrapped
-        assert _globals_of(saved) == _globals_of(nn.Sequential(plain) if inside else plain)
+        saved, plain = (nn.Sequential(one) if inside else one for one in (loop.wrapped, mlp()))
+        assert _globals_of(saved) == _globals_of(plain)
         loaded = torch.load(_file_of(saved), weights_only=True)
         assert_same_on_all_ranks([snapshot(saved), snapshot(loaded)])
 
@@ -284,31 +243,30 @@ def test_the_file_of_a_wrapped_model_is_that_of_the_plain_one(thread_ranks, algo
 def test_the_plain_module_behind_a_wrapped_one(wrap):
     loop = Loop(wrap)
     loop.train(2)
-    plain = bagua_api.unwrap(loop.wrapped)
+    plain = unwrap(loop.wrapped)
     assert type(plain) is nn.Sequential
-    assert not isinstance(plain, bagua_api.BaguaModule)
+    assert not isinstance(plain, BaguaModule)
     assert all(one is other for one, other in zip(plain.parameters(), loop.model.parameters(), strict=True))
     assert "bagua" not in str(_globals_of(plain))
-    assert bagua_api.unwrap(plain) is plain
-
-
-class Referring(nn.Sequential):
-    """Refers to itself, as a module with a table of its own methods does."""
-
-    def __init__(self) -> None:
-        super().__init__(*mlp())
-        self.table = {"forward": self.forward, "self": [self]}
+    assert unwrap(plain) is plain
 
 
 @on_ranks(2)
 def test_a_module_that_refers_to_itself_is_copied():
+    class Referring(nn.Sequential):
+        """Refers to itself, as a module with a table of its own methods does."""
+
+        def __init__(self) -> None:
+            super().__init__(*mlp())
+            self.table = {"forward": self.forward, "self": [self]}
+
     loop = Loop("with_bagua", Referring)
     loop.train(1)
     copied = copy.deepcopy(loop.wrapped)
     assert copied.table["self"][0] is copied
     loop.train(1)
     assert isinstance(copy.copy(loop.wrapped), Referring)
-    assert not isinstance(copy.copy(loop.wrapped), bagua_api.BaguaModule)
+    assert not isinstance(copy.copy(loop.wrapped), BaguaModule)
 
 
 def _gradients_of_two(wrap: str, switch: str) -> dict[str, torch.Tensor]:
@@ -328,14 +286,13 @@ def _gradients_of_two(wrap: str, switch: str) -> dict[str, torch.Tensor]:
     assert bagua.comm.stats()["allreduce"].calls == calls
     assert loop.wrapped.require_backward_grad_sync
     loop.backward()
-    return gradients(loop.model)
+    return harness.gradients(loop.model)
 
 
 @pytest.mark.parametrize("wrap", ["with_bagua", "data_parallel"])
 def test_the_switch_that_nanogpt_turns_does_what_no_sync_does(thread_ranks, wrap):
-    assert_same_on_all_ranks(
-        [*thread_ranks(2, _gradients_of_two, wrap, "no_sync"), *thread_ranks(2, _gradients_of_two, wrap, "attribute")]
-    )
+    no_sync, attribute = (thread_ranks(2, _gradients_of_two, wrap, switch) for switch in ("no_sync", "attribute"))
+    assert_same_on_all_ranks([*no_sync, *attribute])
 
 
 @on_ranks(1)
@@ -423,7 +380,7 @@ def _train_every_way() -> dict[str, tuple[State, int]]:
 
 def test_compiled_models_train_alike_and_are_compiled_once(process_ranks):
     first, second = process_ranks(2, _train_every_way)
-    expected = reference(OwnForward(), sgd, 2, range(9))
+    expected = harness.reference(OwnForward(), sgd, 2, range(9))
     for way, (state, compiled_again) in first.items():
         assert compiled_again == second[way][1] == 0, way
         assert_same_on_all_ranks([state, second[way][0]])
@@ -431,8 +388,6 @@ def test_compiled_models_train_alike_and_are_compiled_once(process_ranks):
 
 
 # Means of buffers, and the memory that a wrapped model needs.
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 class Masked(nn.Module):
@@ -443,7 +398,7 @@ class Masked(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.out = nn.Linear(4, 4)
         self.register_buffer("causal", torch.full((4, 4), -torch.inf).triu(1))
-        self.register_buffer("lowest", torch.full((4, 4), LOWEST).triu(1))
+        self.register_buffer("lowest", torch.full((4, 4), torch.finfo(torch.float32).min).triu(1))
         self.register_buffer("table", torch.linspace(0.1, 0.9, 7).sin())
         self.register_buffer("narrow", torch.linspace(0.1, 0.9, 7).to(torch.bfloat16))
         self.register_buffer("peak", torch.zeros(1))
@@ -452,53 +407,42 @@ class Masked(nn.Module):
         return self.out(self.norm(inputs)) @ (self.causal.exp() + self.lowest.exp())
 
 
-def averaged_in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    wrapped = with_bagua(model, [optimizer], LocalSGDAlgorithm(2, average_buffers=True))
-    train_apart(wrapped, optimizer, model)
-    return dict(model.named_buffers())
+#: Ways to the means of buffers, and the algorithm that trains meanwhile.
+WAYS = {
+    "average_buffers": LocalSGDAlgorithm(2, average_buffers=True),
+    "finish of diloco": "diloco",
+    "finish of decentralized": "decentralized",
+    "global_average": "diloco",
+    "allreduce_parameters": None,
+}
 
 
-def averaged_at_the_end(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: str) -> State:
-    wrapped = with_bagua(model, [optimizer], Algorithm.init(algorithm))
-    train_apart(wrapped, optimizer, model)
-    wrapped.bagua_finish()
-    return dict(model.named_buffers())
+def buffers_of(model: nn.Module) -> State:
+    return {name: one.clone() for name, one in model.named_buffers()}
 
 
-def averaged_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    wrapped = with_bagua(model, [optimizer], Algorithm.init("diloco"))
-    train_apart(wrapped, optimizer, model)
-    own = {name: one.clone() for name, one in model.named_buffers()}
-    with wrapped.bagua_global_average():
-        inside = {name: one.clone() for name, one in model.named_buffers()}
-    assert all(torch.equal(one, own[name]) or one.isnan().any() for name, one in model.named_buffers())
-    return inside
-
-
-def averaged_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    train_apart(model, optimizer, model)
-    allreduce_parameters(model)
-    return dict(model.named_buffers())
-
-
-def train_apart(wrapped: nn.Module, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Two steps, other inputs on each rank; in the second, the peak of the last rank is not a number."""
-    rank = bagua.comm.get_rank()
+def averaged(model: nn.Module, way: str) -> State:
+    """After two steps, other inputs on each rank; in the second, the peak of the last rank is not a number."""
+    rank, optimizer = bagua.comm.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+    if WAYS[way] is not None:
+        with_bagua(model, [optimizer], WAYS[way])
     for step in range(2):
         optimizer.zero_grad()
-        wrapped(torch.arange(24.0).view(6, 4) + 10 * rank).mean().backward()
+        model(torch.arange(24.0).view(6, 4) + 10 * rank).mean().backward()
         if step == 1:
             model.peak.fill_(torch.nan if rank == bagua.comm.get_world_size() - 1 else float(rank))
         optimizer.step()
-
-
-WAYS = {
-    "average_buffers": averaged_in_training,
-    "finish of diloco": functools.partial(averaged_at_the_end, algorithm="diloco"),
-    "finish of decentralized": functools.partial(averaged_at_the_end, algorithm="decentralized"),
-    "global_average": averaged_for_a_while,
-    "allreduce_parameters": averaged_by_hand,
-}
+    if way == "global_average":
+        own = buffers_of(model)
+        with model.bagua_global_average():
+            inside = buffers_of(model)
+        assert all(torch.equal(one, own[name]) or one.isnan().any() for name, one in model.named_buffers())
+        return inside
+    if way == "allreduce_parameters":
+        allreduce_parameters(model)
+    elif way != "average_buffers":
+        model.bagua_finish()
+    return buffers_of(model)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -507,9 +451,7 @@ def test_each_buffer_is_averaged_by_itself_and_constants_stay(thread_ranks, way,
     def check() -> tuple[State, State]:
         with seeded():
             model = Masked()
-        before = {name: one.clone() for name, one in model.named_buffers()}
-        found = WAYS[way](model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return before, {name: one.clone() for name, one in found.items()}
+        return buffers_of(model), averaged(model, way)
 
     with caplog.at_level(logging.WARNING, "bagua"):
         results = thread_ranks(ranks, check)
@@ -559,21 +501,21 @@ def test_one_forward_pass_finds_the_singular_vectors_of_the_mean(inside):
 def _train_within(extra_bytes: int) -> int:
     """Bytes of a model, its gradients and its optimizer after some steps; wrapped they take so many more at most."""
     for name in (*WRAPS, "plain"):
-        kept = live_tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
-        before = live_bytes()
+        kept = harness.live_tensors()  # What an earlier test left must not end meanwhile: its bytes would be missing.
+        before = harness.live_bytes()
         loop = Loop(name if name in WRAPS else lambda model, _: model)
         loop.train(3)
         of_model = 3 * sum(parameter.nbytes for parameter in loop.model.parameters())
         if name in WRAPS:  # A thread of Gloo holds what it has sent for a moment longer than the call takes.
-            until(lambda before=before, most=of_model + extra_bytes: live_bytes() - before <= most)
-        held = live_bytes() - before
+            harness.until(lambda before=before, most=of_model + extra_bytes: harness.live_bytes() - before <= most)
+        held = harness.live_bytes() - before
         del loop, kept
     return held
 
 
 def test_extra_memory_is_at_most_one_buffer_of_the_gradients_size(process_ranks):
-    gradient_bytes = sum(parameter.nbytes for parameter in mlp().parameters())
-    alignment_bytes = 64 * 2 * sum(1 for _ in mlp().parameters())
+    sizes = [parameter.nbytes for parameter in mlp().parameters()]
+    gradient_bytes, alignment_bytes = sum(sizes), 64 * 2 * len(sizes)
     plain = process_ranks(2, _train_within, gradient_bytes + alignment_bytes)
     assert plain == [3 * gradient_bytes] * 2, "weights, gradients, momentum; this test can fail"
 

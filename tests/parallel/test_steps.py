@@ -1,11 +1,9 @@
 """What counts as a step, what happens to gradients in it, and ranks that make fewer steps than others."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,32 +19,9 @@ from bagua.parallel import with_bagua
 from tests.algorithms.stacked import Anchored
 from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import (
-    State,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    loss_of,
-    mlp,
-    reference,
-    sgd,
-    snapshot,
-    train_steps,
-)
+from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.test_models import ALGORITHMS, declared
-from tests.parallel.wrapping import (
-    WRAPS,
-    Branches,
-    Loop,
-    Made,
-    assert_trained,
-    branch_loss,
-    by_bagua_init,
-    by_with_bagua,
-    on_ranks,
-)
+from tests.parallel.wrapping import WRAPS, Branches, Loop, Made, assert_trained, branch_loss, by_with_bagua, on_ranks
 
 BY_WEIGHTS = ["local_sgd", "slowmo", "diloco", "sparse_loco", "decentralized", "low_precision_decentralized"]
 STEPS = 8
@@ -58,6 +33,8 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.first, self.last = mlp(), nn.Linear(4, 4), nn.Linear(4, 4)
+        for parameter in self.parameters():  # Threads share the generator.
+            nn.init.constant_(parameter, 0.1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.last(self.body(inputs))
@@ -88,27 +65,21 @@ class Steps(Loop):
     def __init__(self, name: str, way: Callable[..., None] = by_a_method) -> None:
         algorithm, self.way = declared(name), way
         options = {"algorithm": algorithm, "find_unused_parameters": True}
-        super().__init__("with_bagua", constant_heads, optimizer_maker(algorithm), **options)
+        super().__init__("with_bagua", Heads, optimizer_maker(algorithm), **options)
 
     def backward(self) -> None:
         self.step += 1
         self.way(self.model, self.rank, self.step - 1)
 
 
-def constant_heads() -> nn.Module:
-    model = Heads()
-    for parameter in model.parameters():  # Threads share the generator.
-        nn.init.constant_(parameter, 0.1)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [*((name, way) for name in ALGORITHMS for way in (by_a_method, by_parts)),
-     *((name, by_assigning) for name in BY_WEIGHTS)],
+    ("name", "way", "size"),
+    [*((name, way, 2) for name in ALGORITHMS for way in (by_a_method, by_parts)),
+     *((name, by_assigning, 2) for name in BY_WEIGHTS),
+     *((name, by_a_method, 1) for name in ("gradient_allreduce", "bytegrad", "local_sgd"))],
 )  # fmt: skip
-@on_ranks(2, assert_same_on_all_ranks)
-def test_every_step_of_an_optimizer_counts(name, way: Callable[..., None]) -> State:
+@on_ranks("size", assert_same_on_all_ranks)
+def test_every_step_of_an_optimizer_counts(name, way: Callable[..., None], size: int) -> State:
     loop = Steps(name, way)
     state = loop.train(STEPS)
     assert loop.wrapped.bagua_step == STEPS
@@ -126,14 +97,11 @@ def test_parts_of_a_container_train_in_turns(name, trained) -> State:
     rank = bagua.comm.get_rank()
     parts = nn.ModuleDict({"first": mlp(1), "last": mlp(2)})
     optimizers = {key: sgd(part.parameters()) for key, part in parts.items()}
-    algorithm = declared(name)
-    model: Any = by_with_bagua(parts, list(optimizers.values()), algorithm=algorithm, find_unused_parameters=True)
+    options = {"algorithm": declared(name), "find_unused_parameters": True}
+    model: Any = by_with_bagua(parts, list(optimizers.values()), **options)
     for step in range(STEPS):
         for key in trained:
-            optimizers[key].zero_grad()
-            inputs, targets = batch(rank, step)
-            nn.functional.mse_loss(parts[key](inputs), targets).backward()
-            optimizers[key].step()
+            train_steps(parts[key], optimizers[key], rank, [step])
     assert model.bagua_step == STEPS * len(trained)
     return snapshot(model)
 
@@ -153,32 +121,21 @@ def test_an_update_that_one_rank_skips_is_a_step_also_by_a_method(name) -> State
     return snapshot(loop.model)
 
 
-@on_ranks(2)
-def test_a_loss_that_is_a_method_stays_inside_no_sync():
-    loop = Steps("gradient_allreduce")
-    loop.train()
-    calls = bagua.comm.stats()["allreduce"].calls
-    with loop.wrapped.no_sync():
-        loop.backward()
-    assert (bagua.comm.stats()["allreduce"].calls, loop.wrapped.bagua_step) == (calls, 1)
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_gradients_that_were_not_exchanged_are_told_at_once(thread_ranks, caplog, times):
-    def train() -> None:
-        Steps("gradient_allreduce", by_assigning).train(times)
-
-    thread_ranks(2, train)
+    thread_ranks(2, lambda: Steps("gradient_allreduce", by_assigning).train(times))
     assert caplog.text.count("optimizer 0 (SGD) steps with gradients that no backward pass has brought") == 1
 
 
-def test_steps_with_gradients_that_came_are_not_told_of(thread_ranks, caplog):
+def test_a_loss_that_is_a_method_stays_inside_no_sync_and_its_gradients_have_come(thread_ranks, caplog):
     def train() -> None:
         loop = Steps("gradient_allreduce")
-        for _ in range(3):
+        for step in range(3):
             loop.optimizer.zero_grad()
+            before = bagua.comm.stats().get("allreduce")
             with loop.wrapped.no_sync():
                 loop.backward()
+            assert (bagua.comm.stats().get("allreduce"), loop.wrapped.bagua_step) == (before, step)
             loop.backward()
             loop.optimizer.step()
 
@@ -198,28 +155,25 @@ def test_a_change_that_no_forward_pass_could_take_in_is_an_error():
 # Sharpness-aware minimization: each rank steps up its own gradient, and down that of all.
 
 
-@contextlib.contextmanager
-def perturbed(model: nn.Module) -> Iterator[None]:
-    """A little further uphill than the weights were, and are again afterwards."""
+def _climb(model: Any, rank: int, step: int, synchronized: bool = True) -> None:
+    """Leave the gradient of a place a little further uphill; that by which it climbs is exchanged or not."""
+    model.zero_grad()
+    with contextlib.nullcontext() if synchronized else model.no_sync():
+        loss_of(model, rank, step).backward()
     old = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(parameter.grad, alpha=0.05)
-    yield
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
     with torch.no_grad():
         for parameter, before in zip(model.parameters(), old, strict=True):
             parameter.copy_(before)
 
 
 def _climb_and_descend(loop: Loop, synchronized: bool = False) -> State:
-    """Five steps; a rank's own gradient, by which it climbs, is not exchanged unless it is ``synchronized``."""
     for step in range(5):
-        loop.optimizer.zero_grad()
-        with contextlib.nullcontext() if synchronized else loop.wrapped.no_sync():
-            loss_of(loop.wrapped, loop.rank, step).backward()
-        with perturbed(loop.model):
-            loop.optimizer.zero_grad()
-            loss_of(loop.wrapped, loop.rank, step).backward()
+        _climb(loop.wrapped, loop.rank, step, synchronized)
         loop.optimizer.step()
     return snapshot(loop.model)
 
@@ -229,17 +183,12 @@ def _sharpness_aware() -> State:
     model = mlp()
     optimizer = sgd(model.parameters())
     for step in range(5):
-        total: list[torch.Tensor] = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        found = []
         for rank in range(2):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            with perturbed(model):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-            for mean, parameter in zip(total, model.parameters(), strict=True):
-                mean.add_(parameter.grad, alpha=0.5)
-        for mean, parameter in zip(total, model.parameters(), strict=True):
-            parameter.grad = mean
+            _climb(model, rank, step)
+            found.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *both in zip(model.parameters(), *found, strict=True):
+            parameter.grad = sum(both) / 2
         optimizer.step()
     return snapshot(model)
 
@@ -250,41 +199,26 @@ def test_weights_may_differ_until_the_optimizer_has_stepped(thread_ranks, check_
     def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         return by_with_bagua(model, [optimizer] if given else [], check_every=check_every)
 
-    states = thread_ranks(2, lambda: _climb_and_descend(Loop(wrap)))
-    assert_same_on_all_ranks(states)
-    assert_close(states[0], _sharpness_aware())
+    assert_trained(thread_ranks(2, lambda: _climb_and_descend(Loop(wrap))), _sharpness_aware())
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "local_sgd"])
-@on_ranks(1)
-def test_steps_of_one_rank_alone_count(name):
-    loop = Steps(name)
-    loop.train(3)
-    assert loop.wrapped.bagua_step == 3
-
-
-def test_unused_parameters_are_an_error_that_lists_them_on_every_rank(thread_ranks):
-    def train() -> str:
-        loop = Loop(make=Branches)
-        with pytest.raises(BaguaError, match=r"never\.weight") as caught:
-            branch_loss(loop.wrapped, loop.rank).backward()
-        return str(caught.value)
-
-    left, right = thread_ranks(2, train)
-    assert "right.bias" in left
-    assert "left.bias" in right
-    assert "find_unused_parameters" in left
-
-
-def one_side(self: Any, side: str) -> torch.Tensor:
-    """Of two parameters, a step uses one."""
-    return (self.left * torch.arange(1.0, 65.0)).sum() if side == "left" else (self.right * 0.0).sum()
+@on_ranks(2)
+def test_unused_parameters_are_an_error_that_lists_them_on_every_rank():
+    loop = Loop(make=Branches)
+    with pytest.raises(BaguaError, match=r"never\.weight") as caught:
+        branch_loss(loop.wrapped, loop.rank).backward()
+    assert ("right.bias", "left.bias")[loop.rank] in str(caught.value)
+    assert "find_unused_parameters" in str(caught.value)
 
 
 @pytest.mark.parametrize("fusion", [True, False])
 @on_ranks(2)
 def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(fusion):
     """A quarter of what is left is sent in each step, also when nobody uses the parameter any more."""
+
+    def one_side(self: Any, side: str) -> torch.Tensor:
+        return (self.left * torch.arange(1.0, 65.0)).sum() if side == "left" else (self.right * 0.0).sum()
+
     model = Made(one_side, **dict.fromkeys(("left", "right"), lambda: nn.Parameter(torch.zeros(64))))
     algorithm = TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -341,16 +275,15 @@ def test_several_models_and_optimizers_in_one_process(thread_ranks):
     """Two models trained in turns, one of them with two optimizers, as in adversarial training."""
 
     def train() -> State:
-        rank, first, second = bagua.comm.get_rank(), mlp(1), mlp(2)
-        halves, whole = [sgd(first[:2].parameters()), sgd(first[2:].parameters())], sgd(second.parameters())
-        one, two = by_with_bagua(first, halves), by_bagua_init(second, whole)
+        rank, both = bagua.comm.get_rank(), nn.ModuleList([mlp(1), mlp(2)])
+        *halves, whole = [sgd(part.parameters()) for part in (both[0][:2], both[0][2:], both[1])]
+        one, two = WRAPS["with_bagua"](both[0], halves), WRAPS["bagua_init"](both[1], whole)
         for step in range(4):
-            for optimizer in (*halves, whole):
-                optimizer.zero_grad()
+            both.zero_grad()
             (loss_of(one, rank, step) + loss_of(two, rank, step)).backward()
             for optimizer in (*halves, whole):
                 optimizer.step()
-        return snapshot(nn.ModuleList([first, second]))
+        return snapshot(both)
 
     expected = [reference(mlp(seed), sgd, 2, range(4)) for seed in (1, 2)]
     merged = {f"{number}.{name}": value for number, state in enumerate(expected) for name, value in state.items()}
@@ -367,44 +300,36 @@ def test_ignored_parameters_stay_local(thread_ranks, attribute):
     def train() -> State:
         loop = Loop(make=make)
         loop.backward()
-        return snapshot(loop.model) | {f"{name}.grad": one for name, one in gradients(loop.model).items()}
+        return snapshot(loop.model) | {f"{name}.grad": one.grad for name, one in loop.model.named_parameters()}
 
     first, second = thread_ranks(2, train)
     for name in first:
         assert torch.equal(first[name], second[name]) != (name in ("0.weight", "0.weight.grad")), name
 
 
-FEW_STEPS = 3
-#: The rank whose gradients overflow in the last step.
-OVERFLOWS = 1
+@pytest.mark.parametrize("parts", [[slice(5)], [slice(1), slice(1, 5)]], ids=["one optimizer", "two"])
+def test_ranks_leave_training_for_something_else_together(thread_ranks, parts):
+    def train(together: bool) -> tuple[State, State, float]:
+        """Weights, what neighbours know of them, and the scale at the end."""
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizers = [sgd(model[part].parameters()) for part in parts]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        wrapped = with_bagua(model, optimizers, "low_precision_decentralized", bucket_bytes=1000)
+        for step in range(3):
+            if (rank, step) == (1, 2):  # The gradients of one rank overflow in the last step.
+                model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+            model.zero_grad()
+            scaler.scale(loss_of(wrapped, rank, step)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        if together:
+            bagua.comm.get_default_group().global_communicator.barrier()
+        weights = snapshot(model) if together else wrapped.state_dict()
+        known = wrapped.bagua_state_dict()[f"rank{rank}"]["parameters"]
+        return weights, {name: state["estimate"] for name, state in known.items()}, scaler.get_scale()
 
-
-def _train(optimizers_per_model: int, finish: str) -> tuple[State, State, float]:
-    """Weights, what neighbours know of them, and the scale at the end."""
-    rank, model = bagua.comm.get_rank(), mlp()
-    parts = [model] if optimizers_per_model == 1 else [model[0], nn.ModuleList(model[1:])]
-    optimizers = [sgd(part.parameters()) for part in parts]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    wrapped = with_bagua(model, optimizers, "low_precision_decentralized", bucket_bytes=1000)
-    for step in range(FEW_STEPS):
-        if rank == OVERFLOWS and step == FEW_STEPS - 1:
-            model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-        model.zero_grad()
-        scaler.scale(loss_of(wrapped, rank, step)).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    if finish == "something else together":
-        bagua.comm.get_default_group().global_communicator.barrier()
-    weights = snapshot(model) if finish == "something else together" else wrapped.state_dict()
-    known = wrapped.bagua_state_dict()[f"rank{rank}"]["parameters"]
-    return weights, {name: state["estimate"] for name, state in known.items()}, scaler.get_scale()
-
-
-@pytest.mark.parametrize("optimizers_per_model", [1, 2])
-def test_ranks_leave_training_for_something_else_together(thread_ranks, optimizers_per_model):
-    left = thread_ranks(2, _train, optimizers_per_model, "something else together", timeout_s=20)
-    asked = thread_ranks(2, _train, optimizers_per_model, "state_dict")
+    left, asked = thread_ranks(2, train, True, timeout_s=20), thread_ranks(2, train, False)
     assert [scale for *_, scale in left] == [4.0, 2.0], "one update was skipped, on one rank"
     for rank, (weights, known, _) in enumerate(left):
         for name, weight in weights.items():
@@ -484,6 +409,13 @@ RANKS = 3
 BATCHES = (2, 6, 4)
 
 
+def joined(loop, batches, **options):
+    """The weights after so many batches of each rank in a ``join`` block."""
+    with loop.wrapped.join(**options):
+        loop.train(batches[loop.rank])
+    return snapshot(loop.model)
+
+
 def losses_of(batches, by_initial_size=True):
     """Ranks that have no data left have gradients of zero; the mean is that of all ranks, or of those who have data."""
 
@@ -499,9 +431,8 @@ def losses_of(batches, by_initial_size=True):
 def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks, by_initial_size, bucket_bytes):
     def rank_trains():
         loop = Loop(with_bagua, bucket_bytes=bucket_bytes, check_every=1)
-        with loop.wrapped.join(divide_by_initial_world_size=by_initial_size):
-            loop.train(BATCHES[loop.rank])
-        return snapshot(loop.model), loop.train()  # All go on together, and are compared.
+        in_the_end = joined(loop, BATCHES, divide_by_initial_world_size=by_initial_size)
+        return in_the_end, loop.train()  # All go on together, and are compared.
 
     rows = thread_ranks(RANKS, rank_trains)
     expected = reference(mlp(), sgd, RANKS, range(max(BATCHES)), losses_of(BATCHES, by_initial_size))
@@ -534,35 +465,26 @@ def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
     def rank_trains():
         loop = Loop(with_bagua, algorithm=Algorithm.init(name, sync_every=PERIOD, **options))
         loop.train(PERIOD)
-        with loop.wrapped.join():
-            loop.train(sum(batches[loop.rank] for batches in IN_PERIOD[1:]))
-        return snapshot(loop.model)
+        return joined(loop, [sum(batches) for batches in zip(*IN_PERIOD[1:], strict=True)])
 
     expected = expected_alone(functools.partial(torch.optim.SGD, **inside))
     for state in thread_ranks(RANKS, rank_trains):
         torch.testing.assert_close(state, expected)
 
 
+JOINED = [QuickQAdam(), QuickOneBitAdam(), QuickOneBitLamb()]
+JOINED += map(Algorithm.init, ("gradient_allreduce", "bytegrad", "dion"))
+
+
 @pytest.mark.parametrize("batches", [(0, 8), (1, 8), (5, 8)])
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        QuickQAdam(),
-        QuickOneBitAdam(),
-        QuickOneBitLamb(),
-        *map(Algorithm.init, ("gradient_allreduce", "bytegrad", "dion")),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("algorithm", JOINED, ids=repr)
 def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algorithm, batches):
     """Momenta, too: one that stood still would add what is old in every step that follows."""
 
     def rank_trains(joins):
         options = {"algorithm": algorithm, "bucket_bytes": ONE_BUCKET_BYTES}
         loop = Loop("with_bagua", mlp, optimizer_maker(algorithm), losses_of(batches), **options)
-        with loop.wrapped.join(enable=joins):
-            loop.train(batches[loop.rank] if joins else max(batches))
-        return snapshot(loop.model)
+        return joined(loop, batches if joins else [max(batches)] * 2, enable=joins)
 
     assert_same_on_all_ranks(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
 
@@ -570,29 +492,22 @@ def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algor
 @on_ranks(2, assert_same_on_all_ranks)
 def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps():
     loop = Loop(lambda model, _: with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1)))
-    with loop.wrapped.join():
-        loop.train((1, 3)[loop.rank])
-    return snapshot(loop.model)
+    return joined(loop, (1, 3))
 
 
 @on_ranks(2)
 def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped():
-    loop = Loop("with_bagua", mlp, adam)
-    with loop.wrapped.join():
-        loop.train((1, 3)[loop.rank])
+    loop = Loop("with_bagua", mlp, torch.optim.Adam)
+    joined(loop, (1, 3))
     assert [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()] == [3.0] * 6
 
 
-def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
-    def rank_trains():
-        loop = Loop("data_parallel", lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4)))
-        with loop.wrapped.join():
-            loop.train((1, 4)[loop.rank])
-        return int(loop.model[1].num_batches_tracked), loop.model[1].running_mean.clone()
-
-    first, second = thread_ranks(2, rank_trains)
-    assert first[0] == second[0] == 4
-    assert torch.equal(first[1], second[1])
+@on_ranks(2, assert_same_on_all_ranks)
+def test_buffers_come_from_a_rank_that_has_data():
+    loop = Loop("data_parallel", lambda: nn.Sequential(mlp(), nn.BatchNorm1d(4)))
+    joined(loop, (1, 4))
+    assert int(loop.model[1].num_batches_tracked) == 4
+    return snapshot(loop.model[1])
 
 
 @on_ranks(2, assert_same_on_all_ranks)
@@ -610,17 +525,14 @@ def test_accumulated_gradients_are_no_steps():
     return snapshot(loop.model)
 
 
-def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
-    def rank_trains():
-        loop = Loop(with_bagua)
-        caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
-        with caught as told, loop.wrapped.join(throw_on_early_termination=True):
-            loop.train(BATCHES[loop.rank])
-        return told.value.peers, loop.train()
-
-    rows = thread_ranks(RANKS, rank_trains)
-    assert [peers for peers, _ in rows] == [(0,)] * RANKS
-    assert_same_on_all_ranks([weights for _, weights in rows])
+@on_ranks(RANKS, assert_same_on_all_ranks)
+def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted():
+    loop = Loop(with_bagua)
+    caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
+    with caught as told, loop.wrapped.join(throw_on_early_termination=True):
+        loop.train(BATCHES[loop.rank])
+    assert told.value.peers == (0,)
+    return loop.train()
 
 
 @on_ranks(2, assert_same_on_all_ranks)
@@ -635,12 +547,9 @@ def test_a_forward_pass_without_a_backward_pass_is_made_a_step():
 
 @pytest.mark.parametrize(
     ("algorithm", "options", "why"),
-    [
-        ("diloco", {"divide_by_initial_world_size": False}, "only gradients of the same step"),
-        ("gradient_allreduce", {"enable": 1}, "argument enable"),
-        ("async", {}, "do not wait for each other's steps"),
-    ],
-)
+    [("diloco", {"divide_by_initial_world_size": False}, "only gradients of the same step"),
+     ("gradient_allreduce", {"enable": 1}, "argument enable"), ("async", {}, "do not wait for each other's steps")],
+)  # fmt: skip
 @on_ranks(2)
 def test_bad_use_is_refused(algorithm, options, why):
     with pytest.raises(ConfigurationError, match=why), Loop(with_bagua, algorithm=algorithm).wrapped.join(**options):

@@ -1,12 +1,11 @@
 """What is legal with plain torch, and random programs of it, compared with one process that has all data."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import make_dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,45 +17,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
-from tests.harness import (
-    Losses,
-    OptimizerMaker,
-    State,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch,
-    loss_of,
-    mean_gradients,
-    mlp,
-    reference,
-    seeded,
-    sgd,
-    snapshot,
-)
-from tests.parallel.wrapping import WRAPS, Branches, Loop, Made, branch_loss, frozen, of_this_rank
+from tests import harness
+from tests.harness import State, adam, assert_same_on_all_ranks, batch, loss_of, mean_gradients, mlp, sgd, snapshot
+from tests.parallel.wrapping import WRAPS, Branches, Loop, Made, branch_loss, frozen, of_this_rank, on_ranks
 
 STEPS = 4
 
 
 class Case(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        make: makes the model.
-        losses: loss of what is called, on a rank, in a step.
-        optimizer: makes the optimizer.
-        options: of ``bagua_init``, which is then the only way in.
-        tolerance: largest relative difference from one process.
-        hosts: numbers of their ranks.
-    """
+    """What is trained."""
 
     make: Callable[[], nn.Module] = mlp
-    losses: Losses = loss_of
-    optimizer: OptimizerMaker = sgd
-    options: Mapping[str, Any] = MappingProxyType({})
-    tolerance: float = 1e-4
-    hosts: Sequence[int] = (2,)
+    losses: harness.Losses = loss_of  # Of what is called, on a rank, in a step.
+    optimizer: harness.OptimizerMaker = sgd
+    options: Mapping[str, Any] = MappingProxyType({})  # Of ``bagua_init``, which is then the only way in.
+    tolerance: float = 1e-4  # Largest relative difference from one process.
+    hosts: Sequence[int] = (2,)  # Numbers of their ranks.
 
 
 def made(forward: Callable[..., Any], **parts: Callable[[], nn.Module | nn.Parameter]) -> Case:
@@ -67,12 +43,9 @@ def linear(inputs: int, outputs: int, **options: Any) -> Callable[[], nn.Module]
     return lambda: nn.Linear(inputs, outputs, **options)
 
 
-# Parameters that are shared, frozen, of several types, of any layout.
-
-
 def tied() -> nn.Module:
     """One weight under two names, as in language models."""
-    with seeded():
+    with harness.seeded():
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
     model[1].weight = model[0].weight
     return model
@@ -82,21 +55,10 @@ def trainable(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return sgd(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def three_types(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-    return self.third(self.second(self.first(inputs).double()).bfloat16()).float()
-
-
 def channels_last() -> nn.Module:
-    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(inputs.view(-1, 2, 2, 2)))).flatten(1)
-
-    model = Made(
-        forward,
-        first=lambda: nn.Conv2d(2, 8, 3, padding=1),
-        norm=lambda: nn.GroupNorm(2, 8),
-        last=lambda: nn.Conv2d(8, 4, 2),
-    )
-    return model.to(memory_format=torch.channels_last)
+    with harness.seeded():
+        layers = nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 2)
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), *layers, nn.Flatten()).to(memory_format=torch.channels_last)
 
 
 def holds(*parameters: torch.Tensor) -> nn.Module:
@@ -130,7 +92,7 @@ PARAMETERS = {
         scale=lambda: nn.Parameter(torch.tensor(2.0)),
     ),
     "of three types": made(
-        three_types,
+        lambda self, inputs: self.third(self.second(self.first(inputs).double()).bfloat16()).float(),
         first=linear(8, 8),
         second=linear(8, 8, dtype=torch.float64),
         third=linear(8, 4, dtype=torch.bfloat16),
@@ -142,9 +104,6 @@ PARAMETERS = {
         for fusion in (True, False)
     },
 }
-
-
-# Layers, some of which compute their activations again, and hooks on them.
 
 
 def sequence(make: Callable[[], nn.Module], width: int) -> Case:
@@ -190,24 +149,17 @@ def with_buffers() -> nn.Module:
     return layers
 
 
-def low_rank(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """A frozen layer and a trained one of low rank beside it, whose first gradient is zero in one of two factors."""
-    return self.base(inputs) + inputs @ self.down @ self.up
-
-
 LAYERS = {
     "buffers assigned anew": made(calibrated, layers=with_buffers),
-    "low rank beside a frozen layer": made(
-        low_rank,
+    "low rank beside a frozen layer": made(  # Its first gradient is zero in one of two factors.
+        lambda self, inputs: self.base(inputs) + inputs @ self.down @ self.up,
         base=lambda: nn.Linear(8, 4).requires_grad_(False),
         down=lambda: nn.Parameter(torch.randn(8, 2)),
         up=lambda: nn.Parameter(torch.zeros(2, 4)),
     )._replace(optimizer=trainable),
     "lstm": sequence(lambda: nn.LSTM(2, 3, num_layers=2, batch_first=True), 3),
     "gru": sequence(lambda: nn.GRU(2, 3, batch_first=True, bidirectional=True), 6),
-    "transformer": sequence(
-        lambda: nn.TransformerEncoderLayer(2, 1, dim_feedforward=8, dropout=0.0, batch_first=True), 2
-    ),
+    "transformer": sequence(lambda: nn.TransformerEncoderLayer(2, 1, 8, dropout=0.0, batch_first=True), 2),
     "weight norm": sequence(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), 3),
     "orthogonal": sequence(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)), 2),
     "layer norm": sequence(lambda: nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4)), 4),
@@ -221,14 +173,6 @@ LAYERS = {
         for delay in (False, True)
     },
 }
-
-# Outputs and losses.
-
-
-@dataclasses.dataclass
-class Output:
-    value: torch.Tensor
-    note: str = "a dataclass"
 
 
 class Named(NamedTuple):
@@ -285,18 +229,14 @@ def in_bfloat16(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return loss_of(lambda inputs: model(inputs).float(), rank, step)
 
 
-def own_order(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Each rank runs the branches in another order; buckets follow that of rank 0."""
-    return loss_of(lambda inputs: model(inputs, rank), rank, step)
-
-
 def branches(self: Any, inputs: torch.Tensor, rank: int) -> torch.Tensor:
+    """Each rank runs them in another order; buckets follow that of rank 0."""
     first, second = (self.left, self.right) if rank == 0 else (self.right, self.left)
     return first(inputs).tanh() * second(inputs).tanh()
 
 
 OUTPUTS = {
-    "dataclass": returns(Output, lambda output: output.value),
+    "dataclass": returns(make_dataclass("Output", ["value", ("note", str, "text")]), lambda output: output.value),
     "named tuple": returns(lambda value: Named("", value), lambda output: output.value),
     "nested": returns(lambda value: {"a": [None, (value, 3)], "b": "text"}, lambda output: output["a"][1][0]),
     "mapping": returns(lambda value: ModelOutput(value=value), lambda output: output["value"]),
@@ -317,20 +257,19 @@ OUTPUTS = {
     "functional call": Case(losses=adapted),
     "autocast": Case(losses=in_bfloat16),
     "several forward passes": Case(losses=summed_passes),
-    "branches that one rank uses, or none": Case(
-        Branches, losses=branch_loss, options={"find_unused_parameters": True}
-    ),
+    "branches that one rank uses, or none": Case(Branches, branch_loss, options={"find_unused_parameters": True}),
     "branches in another order": made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
-        losses=own_order, options={"bucket_bytes": 1}
+        losses=lambda model, rank, step: loss_of(lambda inputs: model(inputs, rank), rank, step),
+        options={"bucket_bytes": 1},
     ),
 }
 
-OPTIMIZERS: dict[str, OptimizerMaker] = {
-    "fused adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "foreach sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, centered=True),
-    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+OPTIMIZERS = {
+    "fused adam": Case(optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True)),
+    "foreach sgd": Case(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)),
+    "adagrad": Case(optimizer=partial(torch.optim.Adagrad, lr=0.05)),
+    "rmsprop": Case(optimizer=partial(torch.optim.RMSprop, lr=0.001, centered=True)),
+    "nesterov": Case(optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
 }
 # Ranks that begin with weights of their own, of which rank 0's must win.
 
@@ -352,8 +291,7 @@ RANKS = {
         for hosts in ([2, 1], [1, 3, 2], [2, 2], [3], [1, 1])
     },
 }
-OPTIMIZED = {name: Case(optimizer=make) for name, make in OPTIMIZERS.items()}
-CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **OPTIMIZED, **RANKS}
+CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **OPTIMIZERS, **RANKS}
 
 
 def train(wrap: str, case: Case) -> State:
@@ -378,7 +316,7 @@ def test_ranks_train_as_one_process_that_has_all_data(thread_ranks, wrap, case):
     results = thread_ranks(sum(one.hosts), train, wrap, one, hosts=list(one.hosts))
     assert_same_on_all_ranks(results)
     model = mlp() if one.make is of_this_rank else one.make()
-    expected = reference(model, one.optimizer, sum(one.hosts), range(STEPS), one.losses)
+    expected = harness.reference(model, one.optimizer, sum(one.hosts), range(STEPS), one.losses)
     torch.testing.assert_close(results[0], expected, rtol=one.tolerance, atol=one.tolerance / 100)
 
 
@@ -388,18 +326,14 @@ def test_anomaly_detection(thread_ranks):
     assert not torch.is_anomaly_enabled()
 
 
-BOTH = {"sgd": sgd, "adam": adam}
-NUMBERS = range(20)
-
-
 def _train_both_every_way() -> dict[str, tuple[State, State]]:
     """By optimizer and options: the states that bagua and torch DDP end with."""
     results = {}
-    for name, make in BOTH.items():
-        theirs = Loop(lambda model, _: torch.nn.parallel.DistributedDataParallel(model), mlp, make).train(len(NUMBERS))
+    for make in (sgd, adam):
+        theirs = Loop(lambda model, _: nn.parallel.DistributedDataParallel(model), mlp, make).train(20)
         for options in ({}, {"delay_reduce": True}, {"fusion": False}):
-            ours = Loop("bagua_init", of_this_rank, make, **options).train(len(NUMBERS))
-            results[f"{name} {options}"] = ours, theirs
+            ours = Loop("bagua_init", of_this_rank, make, **options).train(20)
+            results[f"{make.__name__} {options}"] = ours, theirs
     return results
 
 
@@ -413,20 +347,14 @@ def test_processes_agree_bitwise_and_equal_torch_ddp(request, pool, size):
     for way in results[0]:
         assert_same_on_all_ranks([result[way][0] for result in results])
         for result in results:
-            assert_close(*result[way])
+            harness.assert_close(*result[way])
 
 
-# Hierarchical exchange: inside hosts, between their leaders, inside hosts.
-
-
-def _leads(intra_comm_root_rank: int) -> bool:
-    loop = Loop(hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank)
-    return bool(loop.reducer.group.inter_node_communicator)
-
-
-def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):
-    assert thread_ranks(4, _leads, 0, hosts=[2, 2]) == [True, False, True, False]
-    assert thread_ranks(4, _leads, 1, hosts=[2, 2]) == [False, True, False, True]
+@pytest.mark.parametrize("root", [0, 1])
+@on_ranks(4, hosts=[2, 2])
+def test_any_local_rank_that_every_host_has_can_lead_in_a_hierarchical_exchange(root):
+    loop = Loop(hierarchical_reduce=True, intra_comm_root_rank=root)
+    assert bool(loop.reducer.group.inter_node_communicator) == (loop.rank % 2 == root)
 
 
 # Random programs: whatever a user does between steps, ranks stay equal to one process with all the data.
@@ -434,16 +362,12 @@ def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):
 #: One action: its name and a number that some of them use.
 Action = tuple[str, int]
 
-SCALE = 2.0**10
-
 
 class Training:
-    """One model being trained, on a rank or as the reference."""
+    """A model that is trained on all ranks' data, one after the other; ``Rank`` comes to the same with bagua."""
 
-    def __init__(self) -> None:
-        self.model = mlp()
-        self.step = 0
-        self.scale = SCALE
+    def __init__(self, size: int) -> None:
+        self.model, self.size, self.step, self.scale = mlp(), size, 0, 2.0**10
         self.renew_optimizer()
 
     def renew_optimizer(self) -> None:
@@ -451,17 +375,21 @@ class Training:
 
     def gradients(self, way: str, losses: int) -> None:
         """Leave the mean over ranks of the gradients of some batches in ``.grad``, computed in that way."""
-        raise NotImplementedError
+        steps = [*range(self.step, self.step + losses)] * (2 if way == "repeat" else 1)
+        self.step += losses
+        mean_gradients(self.model, self.size, lambda model, rank: sum(loss_of(model, rank, step) for step in steps))
 
     def update(self, way: str, losses: int, number: int = 0) -> None:
         self.optimizer.zero_grad(set_to_none=number % 2 == 0)
         self.gradients(way, losses)
         self.optimizer.step()
 
-    def state(self) -> State:
+    def run(self, program: Iterable[Action]) -> State:
+        for name, number in program:
+            getattr(self, name)(number)
         return {**snapshot(self.model), "scale": torch.tensor(self.scale)}
 
-    # Actions, in alphabetical order. They are the same on a rank and in the reference, unless overridden.
+    # Actions, in alphabetical order.
 
     def accumulate(self, number: int) -> None:
         """All but the last of several backward passes in ``no_sync``."""
@@ -483,8 +411,12 @@ class Training:
         self.optimizer.step()
 
     def fill(self, number: int) -> None:
-        """Each rank begins with gradients of its own."""
-        raise NotImplementedError
+        """Each rank begins with gradients of its own: its number."""
+        self.gradients("train", 1)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += (self.size - 1) / 2
+        self.optimizer.step()
 
     def freeze(self, number: int) -> None:
         layer = self.model[(0, 2)[number % 2]]
@@ -498,7 +430,8 @@ class Training:
 
     def overflow(self, number: int) -> None:
         """The loss of one rank is not finite: no rank makes this update."""
-        raise NotImplementedError
+        self.step += 1
+        self.scale /= 2
 
     def repeat(self, number: int) -> None:
         """Two backward passes of one graph."""
@@ -512,40 +445,15 @@ class Training:
         self.update("train", 1, number)
 
     def wrap_again(self, number: int) -> None:
-        """On a rank: another algorithm, another wrapper."""
-
-
-class Reference(Training):
-    """All ranks' data, one after the other."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def gradients(self, way: str, losses: int) -> None:
-        steps = [*range(self.step, self.step + losses)] * (2 if way == "repeat" else 1)
-        self.step += losses
-        mean_gradients(self.model, self.size, lambda model, rank: sum(loss_of(model, rank, step) for step in steps))
-
-    def fill(self, number: int) -> None:
-        self.gradients("train", 1)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad += (self.size - 1) / 2
-        self.optimizer.step()
-
-    def overflow(self, number: int) -> None:
-        self.step += 1
-        self.scale /= 2
+        """On a rank: another wrapper, with small buckets or large ones."""
 
 
 class Rank(Training):
-    """One of several ranks, with bagua."""
+    """One of several ranks."""
 
     def __init__(self, wrap: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.rank, self.size = bagua.comm.get_rank(), bagua.comm.get_world_size()
-        self.wrap = wrap
+        super().__init__(bagua.comm.get_world_size())
+        self.rank, self.wrap = bagua.comm.get_rank(), wrap
         self.wrap_again(0)
 
     def loss(self) -> torch.Tensor:
@@ -615,8 +523,7 @@ class Rank(Training):
             doubled = {name: value.detach() * 2 for name, value in self.model.named_parameters()}
             torch.func.functional_call(self.model, doubled, (inputs,))
         else:
-            copied = copy.deepcopy(self.wrapped)
-            copied(inputs).sum().backward()
+            copy.deepcopy(self.wrapped)(inputs).sum().backward()
 
     def overflow(self, number: int) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
@@ -627,7 +534,6 @@ class Rank(Training):
         self.scale = scaler.get_scale()
 
     def wrap_again(self, number: int) -> None:
-        # Small buckets and large ones.
         self.wrapped = self.wrap(self.model, self.optimizer, bucket_bytes=1000 if number % 2 else 10**6)
 
 
@@ -639,18 +545,12 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), min_
 
 
 def _run(wrap: str, program: list[Action]) -> State:
-    rank = Rank(WRAPS[wrap])
-    for name, number in program:
-        getattr(rank, name)(number)
-    return rank.state()
+    return Rank(WRAPS[wrap]).run(program)
 
 
-def _check(per_rank: list[State], program: list[Action]) -> None:
-    reference = Reference(len(per_rank))
-    for name, number in program:
-        getattr(reference, name)(number)
+def _check(per_rank: Sequence[State], program: list[Action]) -> None:
     assert_same_on_all_ranks(per_rank)
-    assert_close(per_rank[0], reference.state())
+    harness.assert_close(per_rank[0], Training(len(per_rank)).run(program))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -662,9 +562,8 @@ def test_each_action_before_and_between_steps(thread_ranks, wrap, action):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_random_programs(thread_pool, wrap):
-    @given(program=PROGRAMS, size=st.integers(2, 3))
+    @given(program=PROGRAMS.map(lambda program: [*program, ("train", 0)]), size=st.integers(2, 3))
     def check(program: list[Action], size: int) -> None:
-        program = [*program, ("train", 0)]
         _check(thread_pool.run(_run, wrap, program, size=size, timeout_s=10.0), program)
 
     check()
@@ -679,4 +578,4 @@ def test_random_programs_on_processes(process_ranks):
     programs = [[(dice.choice(ACTIONS), dice.randrange(6)) for _ in range(8)] + [("train", 0)] for _ in range(12)]
     per_rank = process_ranks(2, _run_all, programs)
     for program, states in zip(programs, zip(*per_rank, strict=True), strict=True):
-        _check(list(states), program)
+        _check(states, program)

@@ -1,7 +1,5 @@
 """The wrappers: the class with torch DDP's arguments, each honoured or refused, and those of bagua's documentation."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any, NamedTuple
@@ -15,35 +13,15 @@ import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm, ScatterGatherAllReduceAlgorithm
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, UnsupportedAlgorithmException
-from bagua.parallel import with_bagua
+from bagua.parallel import ModelSwitchWrapper
 from bagua.parallel.data_parallel import _moved, bucket_bytes_from, input_device
 from bagua.torch_api import DistributedAlgorithm, bagua_init
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from bagua.torch_api.distributed import (
-    BucketType,
-    DistributedModule,
-    ModelSwitchWrapper,
-    OverlappingWrapper,
-    Reducer,
-    broadcast_parameters,
-)
+from bagua.torch_api.distributed import BucketType, DistributedModule, OverlappingWrapper, Reducer, broadcast_parameters
+from tests import harness
 from tests.algorithms.test_toys import LocalSgd
-from tests.harness import (
-    State,
-    adam,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    loss_of,
-    mean_gradients,
-    mlp,
-    reference,
-    seeded,
-    sgd,
-    snapshot,
-)
-from tests.parallel.wrapping import WRAPS, Branches, Loop, assert_trained, branch_loss, of_this_rank, on_ranks
+from tests.harness import State, assert_same_on_all_ranks, gradients, loss_of, mlp, reference, sgd, snapshot
+from tests.parallel.wrapping import WRAPS, Branches, Loop, Made, assert_trained, branch_loss, of_this_rank, on_ranks
 
 
 def test_it_takes_every_argument_of_torch_in_the_same_order():
@@ -98,23 +76,17 @@ def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
     ids=str,
 )
 def test_buffers_come_from_rank_0_when_torch_would_bring_them(thread_ranks, options, at_the_start, before_forward):
-    class Counting(nn.Module):
-        def __init__(self, start: float) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 4)
-            self.register_buffer("seen", torch.tensor(start))
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            self.observed = self.seen.item()
-            return self.linear(inputs)
+    def forward(model: Made, inputs: torch.Tensor) -> torch.Tensor:
+        model.observed = model.seen.item()
+        return model.linear(inputs)
 
     def check() -> tuple[float, float]:
-        rank = bagua.comm.get_rank()
-        model = Counting(float(rank))
+        rank, model = bagua.comm.get_rank(), Made(forward, linear=lambda: nn.Linear(8, 4))
+        model.register_buffer("seen", torch.tensor(float(rank)))
         wrapped = DistributedDataParallel(model, **options)
         at_start = model.seen.item()
         model.seen.fill_(10.0 + rank)
-        wrapped(batch(rank, 0)[0])
+        wrapped(harness.batch(rank, 0)[0])
         return at_start, model.observed
 
     _, (at_start, observed) = thread_ranks(2, check)
@@ -127,55 +99,37 @@ def test_several_forward_passes_through_a_batch_normalization_have_one_backward_
     """As torch's DDP does: rank 0's buffers come before each forward pass, and autograd does not mind."""
 
     def train() -> tuple[State, State, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        with seeded():
+        with harness.seeded():
             plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=affine), nn.Linear(8, 4))
         alone = copy.deepcopy(plain)
-        wrapped = DistributedDataParallel(plain)
-        inputs, _ = batch(rank, 0)
-        for model in (wrapped, alone):
+        inputs, _ = harness.batch(bagua.comm.get_rank(), 0)
+        for model in (DistributedDataParallel(plain), alone):
             (model(inputs) * model(-inputs)).sum().backward()
         return gradients(plain), gradients(alone), plain[1].running_mean.clone()
 
     results = thread_ranks(2, train)
     for ours, _, _ in results:
-        assert_close(ours, {name: (results[0][1][name] + results[1][1][name]) / 2 for name in ours})
+        harness.assert_close(ours, {name: (results[0][1][name] + results[1][1][name]) / 2 for name in ours})
     assert not torch.equal(results[0][2], results[1][2])  # until the next forward pass
 
 
-def in_bucket(loop: Loop, addresses: list[int]) -> int:
-    """How many of them lie in the bucket of gradients."""
-    flat = loop.wrapped.bagua_buckets[0].gradients
-    return sum(flat.data_ptr() <= address < flat.data_ptr() + flat.nbytes for address in addresses)
-
-
-def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
-    def check(as_view: bool) -> int:
-        loop = wrapped_by(gradient_as_bucket_view=as_view)
-        loop.train(3)
-        return in_bucket(loop, [parameter.grad.data_ptr() for parameter in loop.model.parameters()])
-
-    assert thread_ranks(2, check, True) == [6, 6]
-    assert thread_ranks(2, check, False) == [0, 0]
-
-
+@pytest.mark.parametrize("as_view", [False, True])
 @on_ranks(2)
-def test_gradients_are_copied_into_their_bucket():
-    loop, made = wrapped_by(), []
+def test_gradient_as_bucket_view_decides_where_gradients_live_and_not_where_they_are_made(as_view):
+    loop, made = wrapped_by(gradient_as_bucket_view=as_view), []
     loop.train(2)
     for parameter in loop.model.parameters():
         parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
     loop.train()
-    assert len(made) == 6
-    assert in_bucket(loop, made) == 0
+    flat = loop.wrapped.bagua_buckets[0].gradients
+    bucket = range(flat.data_ptr(), flat.data_ptr() + flat.nbytes)
+    assert [parameter.grad.data_ptr() in bucket for parameter in loop.model.parameters()] == [as_view] * 6
+    assert [address in bucket for address in made] == [False] * 6
 
 
 @on_ranks(2, assert_same_on_all_ranks)
 def test_static_graph_allows_parameters_that_are_never_used() -> State:
-    def wrap(model: nn.Module, _: object) -> nn.Module:
-        return DistributedDataParallel(model, static_graph=True)
-
-    return Loop(wrap, Branches, losses=branch_loss).train(4)
+    return Loop("data_parallel", Branches, losses=branch_loss, static_graph=True).train(4)
 
 
 def test_a_sub_group_can_be_used(thread_ranks):
@@ -191,7 +145,7 @@ def test_a_sub_group_can_be_used(thread_ranks):
 @pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
 @on_ranks(2)
 def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(name):
-    loop, other = (Loop(lambda model, optimizer: with_bagua(model, [optimizer], name)) for _ in range(2))
+    loop, other = (Loop("with_bagua", algorithm=name) for _ in range(2))
     told = [loop.wrapped.bagua_step]
     with loop.wrapped.no_sync():
         loop.backward()
@@ -204,12 +158,6 @@ def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoin
 
 
 # The meaning of torch's arguments, without training.
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
 
 META = torch.device("meta")
 
@@ -248,9 +196,13 @@ def test_other_devices_are_refused(device_ids, output_device, argument):
 
 
 def test_tensors_in_nested_inputs_are_moved():
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
     tensor = torch.zeros(2)
-    moved = _moved(((tensor, [tensor, 3]), {"a": Pair(tensor, "text"), "b": None}), META)
-    (first, (second, three)), keywords = moved
+    inputs = (tensor, [tensor, 3]), {"a": Pair(tensor, "text"), "b": None}
+    (first, (second, three)), keywords = _moved(inputs, META)
     assert {first.device, second.device, keywords["a"].first.device} == {META}
     assert (three, keywords["a"].second, keywords["b"]) == (3, "text", None)
     assert isinstance(keywords["a"], Pair)
@@ -280,15 +232,13 @@ def test_groups_and_meshes_of_torch_are_taken(process_ranks):
 # ``ModelSwitchWrapper``, ``OverlappingWrapper`` and ``Reducer``, used as they are documented.
 
 
-def test_switching_to_the_same_algorithm_again_changes_nothing(thread_ranks):
-    def train() -> State:
-        loop = Loop(ModelSwitchWrapper, of_this_rank, adam, message_size=1000)
-        assert loop.wrapped.switch_to(DistributedAlgorithm.GradientAllReduce) is loop.wrapped
-        loop.train(3)
-        loop.wrapped.switch_to("allreduce")
-        return loop.train(3)
-
-    assert_trained(thread_ranks(2, train), reference(mlp(), adam, 2, range(6)))
+@on_ranks(2, lambda states: assert_trained(states, reference(mlp(), harness.adam, 2, range(6))))
+def test_switching_to_the_same_algorithm_again_changes_nothing() -> State:
+    loop = Loop(ModelSwitchWrapper, of_this_rank, harness.adam, message_size=1000)
+    assert loop.wrapped.switch_to(DistributedAlgorithm.GradientAllReduce) is loop.wrapped
+    loop.train(3)
+    loop.wrapped.switch_to("allreduce")
+    return loop.train(3)
 
 
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
@@ -312,7 +262,7 @@ def test_what_a_no_sync_block_has_accumulated_survives_a_switch(thread_ranks, fi
     """As in plain torch, nothing but ``zero_grad`` takes gradients away."""
 
     def train() -> list[State]:
-        loop = Loop(lambda model, optimizer: bagua_init(model, optimizer, first)[0])
+        loop = Loop(distributed_algorithm=first)
         loop.train(warm_up)
         loop.optimizer.zero_grad()
         with loop.wrapped.no_sync():
@@ -371,15 +321,13 @@ def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
 
 
 @pytest.mark.parametrize("name", ["no such thing", "Quantize", "decentralised"])
-def test_a_switch_to_nothing_names_what_there_is_and_leaves_the_model_as_it_was(thread_ranks, name):
-    def train() -> State:
-        loop = Loop()
-        loop.train(2)
-        with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
-            loop.wrapped.switch_to(name)
-        return loop.train(2)
-
-    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
+@on_ranks(2, lambda states: assert_trained(states, reference(mlp(), sgd, 2, range(4))))
+def test_a_switch_to_nothing_names_what_there_is_and_leaves_the_model_as_it_was(name) -> State:
+    loop = Loop()
+    loop.train(2)
+    with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
+        loop.wrapped.switch_to(name)
+    return loop.train(2)
 
 
 @on_ranks(1)
@@ -498,7 +446,7 @@ def test_the_documented_life_of_a_reducer(thread_ranks, by_place):
 
     for step, states in enumerate(zip(*thread_ranks(2, train), strict=True)):
         expected = mlp()
-        mean_gradients(expected, 2, lambda model, rank, step=step: loss_of(model, rank, step))
+        harness.mean_gradients(expected, 2, lambda model, rank, step=step: loss_of(model, rank, step))
         assert_trained(states, gradients(expected))
 
 
@@ -521,8 +469,7 @@ def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given():
 
 @on_ranks(1)
 def test_buckets_of_parameters_are_buckets_of_weights():
-    kinds = (BucketType.Weight, BucketType.Param)
-    reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in kinds]
+    reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in (BucketType.Weight, BucketType.Param)]
     parameter = next(reducers[1].module.parameters())
     assert torch.equal(reducers[1].fill_slot(parameter), parameter)
     assert [reducer.formation.declaration for reducer in reducers] == [DecentralizedAlgorithm(hierarchical=False)] * 2
@@ -554,14 +501,15 @@ def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy(thread_ranks):
     assert_trained([state for state, _, _ in results], reference(mlp(), sgd, 3, range(4)))
 
 
-FLAGS = [
-    ({"bucket_type": BucketType.Weight}, DecentralizedAlgorithm(hierarchical=False)),
-    ({"decentralize_reduce": True, "hierarchical_reduce": True}, DecentralizedAlgorithm(hierarchical=True)),
-    ({"chunking": True}, ScatterGatherAllReduceAlgorithm(hierarchical=False)),
-]
-
-
-@pytest.mark.parametrize(("flags", "algorithm"), FLAGS, ids=str)
+@pytest.mark.parametrize(
+    ("flags", "algorithm"),
+    [
+        ({"bucket_type": BucketType.Weight}, DecentralizedAlgorithm(hierarchical=False)),
+        ({"decentralize_reduce": True, "hierarchical_reduce": True}, DecentralizedAlgorithm(hierarchical=True)),
+        ({"chunking": True}, ScatterGatherAllReduceAlgorithm(hierarchical=False)),
+    ],
+    ids=str,
+)
 @on_ranks(1)
 def test_flags_choose_an_algorithm(flags, algorithm):
     assert OverlappingWrapper(mlp(), [], **flags).reducer.formation.declaration == algorithm

@@ -1,7 +1,5 @@
 """The documented ways into the engine, and models that are trained through them on ranks that are threads."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,43 +12,29 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.harness import (
-    Losses,
-    OptimizerMaker,
-    State,
-    assert_close,
-    assert_same_on_all_ranks,
-    loss_of,
-    mlp,
-    seeded,
-    sgd,
-    snapshot,
-)
+from tests import harness
+from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, seeded, sgd, snapshot
 
 #: Makes several buckets out of the small models of the tests.
-SMALL_BUCKET_BYTES = 1000
+SMALL = {"bucket_bytes": 1000}
 
 #: Wraps a model for an optimizer; returns what the training loop calls.
 Wrap = Callable[..., nn.Module]
 
 
 def by_bagua_init(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
-    wrapped, _ = bagua.bagua_init(model, optimizer, **_small(options))
+    wrapped, _ = bagua.bagua_init(model, optimizer, **{**SMALL, **options})
     return wrapped
 
 
 def by_with_bagua(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
     algorithm = options.pop("algorithm", None) or bagua.algorithms.Algorithm.init("gradient_allreduce")
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    return model.with_bagua(optimizers, algorithm, **_small(options))
+    return model.with_bagua(optimizers, algorithm, **{**SMALL, **options})
 
 
 def by_data_parallel(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
-    return DistributedDataParallel(model, optimizers=optimizer, **_small(options))
-
-
-def _small(options: dict[str, Any]) -> dict[str, Any]:
-    return {"bucket_bytes": SMALL_BUCKET_BYTES, **options}
+    return DistributedDataParallel(model, optimizers=optimizer, **{**SMALL, **options})
 
 
 WRAPS: dict[str, Wrap] = {"bagua_init": by_bagua_init, "with_bagua": by_with_bagua, "data_parallel": by_data_parallel}
@@ -128,8 +112,8 @@ class Loop:
         self,
         wrap: Wrap | str = "bagua_init",
         make: Callable[[], nn.Module] = mlp,
-        make_optimizer: OptimizerMaker = sgd,
-        losses: Losses = loss_of,
+        make_optimizer: harness.OptimizerMaker = sgd,
+        losses: harness.Losses = loss_of,
         **options: Any,
     ) -> None:
         self.rank, self.step, self.losses = bagua.get_rank(), 0, losses
