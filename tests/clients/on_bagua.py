@@ -1,7 +1,5 @@
 """Runs a module or a file on the backend ``bagua``: ``torchrun ... -m tests.clients.on_bagua MODULE [ARGUMENTS]``."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 torchrun --nproc_per_node 2 -m tests.clients.original_examples
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Each test here runs programs of an installed package, or what its examples do, in processes of their own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -19,21 +17,16 @@ REPOSITORY = Path(__file__).parents[2]
 SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test", "reconfigure_test")
 #: So many tests of torch run on CPUs, at least: the rest asks for GPUs, NCCL, MPI or more ranks.
 LEAST_OF_TORCH = 80
+pytestmark = pytest.mark.timeout(600)
 # A group in a process of its own, or one of NCCL, is not ours.
 NOT_OURS = "not NCCL and not Nccl and not XCCL and not Baby"
 
 
 def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540, **variables: str) -> str:
     """What a Python command prints, which must end well."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
-        check=False,
-    )
+    told = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
+    command = (sys.executable, *command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=folder, env=told, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
     return done.stdout
 
@@ -43,7 +36,6 @@ def torchrun(*script: str) -> str:
                "127.0.0.1:0", *script)  # fmt: skip
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SUITE_OF_TORCHFT)
 def test_torchft(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="needs the extra torchft")
@@ -53,7 +45,6 @@ def test_torchft(name: str, tmp_path: Path) -> None:
     run("-m", "pytest", *options, "--timeout", "240", "--pyargs", f"torchft.{name}", "-k", NOT_OURS, folder=tmp_path)
 
 
-@pytest.mark.timeout(600)
 def test_a_group_is_resized_as_torchft_does() -> None:
     if not hasattr(torch.distributed.ProcessGroup, "reconfigure"):
         pytest.skip("needs torch 2.14, and the nightly of torchft: tox run -e nightly")
@@ -63,7 +54,6 @@ def test_a_group_is_resized_as_torchft_does() -> None:
 
 # test_distributed_data_loop calls another collective on each rank: it hangs on Gloo, and is an error here.
 # test_ddp_comm_hook names GPUs; the tests of the backend run the same hooks of torch on CPUs.
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
 def test_accelerate(name: str) -> None:
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
@@ -71,7 +61,6 @@ def test_accelerate(name: str) -> None:
 
 
 # TrainingArguments refuse the name of the backend, and take a group that is there.
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", ["hook", "bytegrad"])
 def test_the_trainer_on_the_backend(algorithm: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -80,12 +69,10 @@ def test_the_trainer_on_the_backend(algorithm: str, tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.timeout(600)
 def test_the_original_examples() -> None:
     assert "6 algorithms: right" in torchrun("-m", "tests.clients.original_examples")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["bagua", "bagua_bytegrad"])
 def test_lightnings_boring_models(strategy: str) -> None:
     pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")

@@ -3,8 +3,6 @@
 BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/suite python -m pytest tests/clients/torch_suite.py
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile
@@ -46,33 +44,23 @@ if os.environ.get("BAGUA_SUITE", "bagua") == "bagua":
     dist.new_group = _on_bagua(dist.new_group)
 
 
-def _skip_if_told(test: Any) -> None:
-    reason = next((why for name, why in SKIPPED.items() if name in test._testMethodName), None)
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def _start(test: Any) -> None:
+class InForks:
     """In processes of its own: forks, because importing torch takes longer than most tests."""
-    test._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    def setUp(self) -> None:
+        reason = next((why for name, why in SKIPPED.items() if name in self._testMethodName), None)
+        if reason is not None:
+            pytest.skip(reason)
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-class TestCollectives(TestDistBackend, DistributedTest._DistTestBase):
+class TestCollectives(InForks, TestDistBackend, DistributedTest._DistTestBase):
     """Collectives, messages, groups, and DDP."""
 
-    def setUp(self) -> None:
-        _skip_if_told(self)
-        super().setUp()
-        _start(self)
 
-
-class OverRpc(TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+class OverRpc(InForks, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     """Ranks that call functions of each other beside their collectives."""
-
-    def setUp(self) -> None:
-        _skip_if_told(self)
-        super().setUp()
-        _start(self)
 
 
 class TestDdpWithRpc(DdpComparisonTest, OverRpc):

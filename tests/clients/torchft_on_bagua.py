@@ -5,8 +5,6 @@ python -m pytest -p tests.clients.torchft_on_bagua --pyargs torchft.process_grou
 As a program, with torch and torchft that reconfigure groups: what torchft does to a group of torch with three ranks.
 """
 
-from __future__ import annotations
-
 import importlib
 import unittest
 from datetime import timedelta

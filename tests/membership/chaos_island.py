@@ -1,7 +1,5 @@
 """An island for `benchmarks.chaos`: trains without end, and prints what all islands share after each outer step."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import time

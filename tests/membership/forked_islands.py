@@ -3,14 +3,13 @@
 The processes are forked from this one, which has imported torch already.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -60,7 +59,11 @@ def island(where: str, number: int, rank: int) -> None:
         algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=PERIOD)
         model.with_bagua(optimizer, algorithm, between=islands)
         data = torch.randn(4, 64)
-        while goes_on(going):
+        while True:
+            ends = torch.tensor([not going], dtype=torch.uint8)
+            bagua.allreduce(ends)
+            if ends:  # Some rank of the island was told to end.
+                break
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
@@ -72,40 +75,26 @@ def island(where: str, number: int, rank: int) -> None:
             time.sleep(0.01)
 
 
-def goes_on(going: list[bool]) -> bool:
-    """Whether no rank of the island was told to end."""
-    ends = torch.tensor([not going], dtype=torch.uint8)
-    bagua.allreduce(ends)
-    return not ends
-
-
 class Crowd:
     """The islands that run, and what they have said."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
-        self._selector = selectors.DefaultSelector()
-        self._rest: dict[int, bytes] = {}
+        self.selector = selectors.DefaultSelector()
+        self._rest = defaultdict[int, bytes](bytes)
         self._ends = time.monotonic() + DEADLINE_S
-
-    def add(self, reader: int) -> None:
-        self._selector.register(reader, selectors.EVENT_READ)
 
     def listen(self, enough: Callable[[], bool]) -> None:
         """Take in what they say until it is ``enough``, or all have ended."""
-        while not enough() and self._selector.get_map():
+        while not enough() and self.selector.get_map():
             assert time.monotonic() < self._ends, self.said[-4:]
-            for key, _ in self._selector.select(0.1):
-                self._take(key.fd)
-
-    def _take(self, reader: int) -> None:
-        found = os.read(reader, 65536)
-        if not found:
-            self._selector.unregister(reader)
-            return
-        *lines, self._rest[reader] = (self._rest.get(reader, b"") + found).split(b"\n")
-        # Gloo in old versions of torch prints, too.
-        self.said += [json.loads(line) for line in lines if line.startswith(b"{")]
+            for key, _ in self.selector.select(0.1):
+                found = os.read(key.fd, 65536)
+                if not found:
+                    self.selector.unregister(key.fd)
+                *lines, self._rest[key.fd] = (self._rest[key.fd] + found).split(b"\n")
+                # Gloo in old versions of torch prints, too.
+                self.said += [json.loads(line) for line in lines if line.startswith(b"{")]
 
     def count(self, number: int, rank: int) -> int:
         return sum((one["number"], one["rank"]) == (number, rank) for one in self.said)
@@ -114,15 +103,10 @@ class Crowd:
         return all(self.count(number, rank) >= outer_steps for rank in range(RANKS))
 
 
-def warm_up() -> None:
-    """The first step of an optimizer imports half of torch: once for all processes."""
+def main() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=1.0).step()
-
-
-def main() -> None:
-    warm_up()
+    torch.optim.SGD([parameter], lr=1.0).step()  # The first step imports half of torch: once for all processes.
     server, reader = fork(lambda: baguarun(["--serve-islands", "127.0.0.1:0"]))
     where = os.read(reader, 1000).decode().split()[3].rstrip(".")
     crowd = Crowd()
@@ -131,7 +115,7 @@ def main() -> None:
     def start(number: int) -> None:
         for rank in range(RANKS):
             processes[number, rank], output = fork(partial(island, where, number, rank))
-            crowd.add(output)
+            crowd.selector.register(output, selectors.EVENT_READ)
 
     for number in range(2):
         start(number)

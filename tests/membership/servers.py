@@ -1,7 +1,5 @@
 """Servers on this machine for tests: S3 as moto serves it, a folder, and etcd."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import importlib.util
@@ -81,6 +79,7 @@ def is_counted(name: str, trainer: int) -> bool:
 
 
 ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed: apt-get install etcd-server")
 
 
 @contextlib.contextmanager

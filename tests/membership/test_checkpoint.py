@@ -1,9 +1,7 @@
 """A store that is gone ends training with an error and, where that is wanted, with a file to begin from."""
 
-from __future__ import annotations
-
-import pickle
 import threading
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -17,48 +15,29 @@ from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.harness import until
-from tests.membership.training import (
-    PERIOD,
-    Unsteady,
-    among,
-    check_equal,
-    inner_steps,
-    joined,
-    new_model,
-    new_store,
-    run,
-    run_islands,
-    run_numbered,
-    together,
-    train,
-    train_all,
-    vanish,
-    wrapped,
-)
+from tests.membership import training
+from tests.membership.training import PERIOD, Unsteady, among, joined, new_store, together, train, wrapped
 
 pytestmark = pytest.mark.threads
 
 
-class Loss:
-    """In the third step of all processes the one on seat 1 dies, and the store with it; nobody waits for long.
+def losing(lose, processes=2, seat=1):
+    """In the third step of all processes ``seat`` dies, and the store with it, by ``lose()``; nobody waits for long.
 
-    Args:
-        processes: number of processes, which all have taken in the first exchange before.
+    All processes have taken in the first exchange before.
     """
+    all_of_them = threading.Barrier(processes)
 
-    def __init__(self, processes: int = 2) -> None:
-        self.store = Unsteady()
-        self._all = threading.Barrier(processes)
+    def before(islands, step):
+        if step == PERIOD + 1:
+            if islands.place[0] == 0:
+                islands._participant._timeout_s = 0.2
+            all_of_them.wait(60)
+            if islands.seat == seat:
+                lose()
+                training.vanish(islands)
 
-    def before(self, islands, step):
-        if step != PERIOD + 1:
-            return
-        if islands.place[0] == 0:
-            islands._participant._timeout_s = 0.2
-        self._all.wait(60)
-        if islands.seat == 1:
-            self.store.on.clear()
-            vanish(islands)
+    return before
 
 
 def survivors(ends):
@@ -68,37 +47,26 @@ def survivors(ends):
 def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
     """The server of the store is closed, after one outer step; the weights of the new run are those of plain torch."""
 
-    def ending(where, folder):
-        store = open_store(where, 5.0)
-        with joined(store, 3, checkpoint=folder / "runs" / "{seat}.pt") as islands:
-            model = wrapped(islands, "diloco")
+    def ending():
+        with joined(open_store(where, 5.0), 3, checkpoint=folder / "{seat}.pt") as islands:
+            train(islands, wrapped(islands, "diloco"), 2 * PERIOD, lambda step: lose(islands, step))
 
-            def fail(step):
-                if step == PERIOD + 1:
-                    islands._participant._timeout_s = 0.2
-                    together.wait(60)
-                    if islands.seat == 2:
-                        served.clear()
-                        vanish(islands)
+    def beginning(islands):
+        return train(islands, wrapped(islands, "diloco"), 4 * PERIOD)
 
-            train(islands, model, 2 * PERIOD, fail)
-
-    def beginning(store, folder):
-        with joined(store, 2, resume=folder / "runs" / "0.pt") as islands:
-            return train(islands, wrapped(islands, "diloco"), 4 * PERIOD)
-
-    folder = tmp_path
+    folder = tmp_path / "runs"
     server, where = serve_store_at("127.0.0.1", 0)
-    served, together = [server], threading.Barrier(3)
+    served = [server]
     del server
-    first, second = survivors(run(3, ending, where, folder))
+    lose = losing(served.clear, processes=3, seat=2)
+    first, second = survivors(training.run(3, ending))
     for error in (first, second):
         assert isinstance(error, StoreLostError)
         assert "the store does not answer" in str(error)
-        assert f"{folder}/runs/" in str(error)
-    assert sorted(one.name for one in (folder / "runs").iterdir()) == ["0.pt", "1.pt"]
+        assert f"{folder}/" in str(error)
+    assert sorted(one.name for one in folder.iterdir()) == ["0.pt", "1.pt"]
 
-    outer = torch.nn.Parameter(new_model(0).weight.detach().clone())
+    outer = torch.nn.Parameter(training.new_model(0).weight.detach().clone())
     optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
 
     def outer_step(ends):
@@ -106,29 +74,30 @@ def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
         optimizer.step()
         return outer.detach().clone()
 
-    anchor = outer_step([inner_steps(outer.detach(), seat) for seat in range(3)])
-    saved = torch.load(folder / "runs" / "0.pt")["state"]
-    own = inner_steps(anchor, 0)
+    anchor = outer_step([training.inner_steps(outer.detach(), seat) for seat in range(3)])
+    saved = torch.load(folder / "0.pt")["state"]
+    own = training.inner_steps(anchor, 0)
     torch.testing.assert_close(saved["tensors"]["weight"], own)
     assert saved["engine"]["step"] == 2 * PERIOD
-    wanted = [outer_step([inner_steps(own, seat) for seat in (0, 1)])]
-    wanted.append(outer_step([inner_steps(wanted[0], seat) for seat in (0, 1)]))
-    by_step = check_equal(run(2, beginning, new_store(), folder))
+    wanted = [outer_step([training.inner_steps(own, seat) for seat in (0, 1)])]
+    wanted.append(outer_step([training.inner_steps(wanted[0], seat) for seat in (0, 1)]))
+    by_step = training.check_equal(among(2, beginning, resume=folder / "0.pt"))
     assert sorted(by_step) == [3 * PERIOD, 4 * PERIOD]
     for step, weights in zip(sorted(by_step), wanted, strict=True):
         torch.testing.assert_close(by_step[step].weights, weights)
 
 
 def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_path):
-    loss, file = Loss(), tmp_path / "{seat}.pt"
+    store = Unsteady()
+    lose = losing(store.on.clear)
 
     def island(islands):
         model = wrapped(islands, "gradient_allreduce", momentum=0.9, elastic=True)
         with pytest.raises(StoreLostError):
-            train(islands, model, 9, before=lambda step: loss.before(islands, step))
+            train(islands, model, 9, lambda step: lose(islands, step))
         return model.weight.detach().clone()
 
-    (weights,) = survivors(among(2, island, store=loss.store, checkpoint=file))
+    (weights,) = survivors(among(2, island, store=store, checkpoint=tmp_path / "{seat}.pt"))
     saved = torch.load(tmp_path / "0.pt")["state"]
     assert torch.equal(saved["tensors"]["weight"], weights)
 
@@ -139,45 +108,41 @@ def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_p
     assert torch.equal(remembered["momentum_buffer"], saved["optimizers"][0]["state"][0]["momentum_buffer"])
 
 
+def ends_of_ranks(folder, before=lambda islands, step: None):
+    """How the ranks of two islands end that lose one of them and the store; each saves a file. Not who died."""
+    store = Unsteady()
+    lose = losing(store.on.clear, processes=4)
+
+    def island(_):
+        with together(store, 2, checkpoint=folder / "{seat}-{rank}.pt") as islands:
+            train(islands, wrapped(islands), 2 * PERIOD, lambda step: (before(islands, step), lose(islands, step)))
+
+    return [end for ends in training.run_islands(2, island) for end in survivors(ends)]
+
+
 def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
-    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
-
-    def island(number):
-        with together(loss.store, 2, checkpoint=file) as islands:
-            model = wrapped(islands)
-            train(islands, model, 2 * PERIOD, lambda step: loss.before(islands, step))
-
-    def beginning(number):
+    def beginning(_):
         with together(new, 1, resume=tmp_path / "0-{rank}.pt") as islands:
             model = wrapped(islands)
             begun = model.weight.detach().clone()
             return begun, train(islands, model, 4 * PERIOD)
 
     new = new_store()
-    ends = [end for ends in run_islands(2, island) for end in survivors(ends)]
-    assert [type(end) for end in ends] == [StoreLostError] * 2
+    assert [type(end) for end in ends_of_ranks(tmp_path)] == [StoreLostError] * 2
     saved = [torch.load(tmp_path / f"0-{rank}.pt")["state"]["tensors"]["weight"] for rank in range(2)]
-    ((first, second),) = run_islands(1, beginning)
-    for (begun, rows), weights in zip((first, second), saved, strict=True):
+    (found,) = training.run_islands(1, beginning)
+    for (begun, rows), weights in zip(found, saved, strict=True):
         assert torch.equal(begun, weights)
         assert [row.step for row in rows] == [3 * PERIOD, 4 * PERIOD]
-    check_equal([first[1], second[1]])
+    training.check_equal([rows for _, rows in found])
 
 
 def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path):
-    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
-
     def before(islands, step):
         if islands.seat == 0 and islands.place[0] == 0 and step == PERIOD + 1:
-            islands._participant._change = lambda: vanish(islands)
-        loss.before(islands, step)
+            islands._participant._change = lambda: training.vanish(islands)
 
-    def island(number):
-        with together(loss.store, 2, checkpoint=file) as islands:
-            model = wrapped(islands)
-            train(islands, model, 2 * PERIOD, lambda step: before(islands, step))
-
-    (end,) = [end for ends in run_islands(2, island) for end in survivors(ends)]
+    (end,) = ends_of_ranks(tmp_path, before)
     assert isinstance(end, StoreLostError)
     assert "the store does not answer: nobody is there" in str(end)
     assert [one.name for one in tmp_path.iterdir()] == ["0-1.pt"]
@@ -185,13 +150,9 @@ def test_a_rank_whose_first_rank_is_lost_with_the_store_saves_its_file(tmp_path)
 
 def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path):
     (tmp_path / "file").touch()
-    loss = Loss()
-
-    def before(islands, model, step):
-        loss.before(islands, step)
-
-    ends = train_all(2, "diloco", 2, before, store=loss.store, checkpoint=tmp_path / "file" / "state.pt")
-    (error,) = survivors(ends)
+    store = Unsteady()
+    lose, options = losing(store.on.clear), {"store": store, "checkpoint": tmp_path / "file" / "state.pt"}
+    (error,) = survivors(training.train_all(2, before=lambda islands, model, step: lose(islands, step), **options))
     assert isinstance(error, StoreLostError)
     assert "Its state could not be saved in" in str(error)
 
@@ -206,36 +167,44 @@ def test_no_file_is_written_where_training_ends_otherwise(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_half_a_file_never_takes_the_place_of_a_whole_one(tmp_path, monkeypatch):
+def fill_the_disk(_, open_file):
+    open_file.write(b"half")
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    ("save", "number", "error", "why"),
+    [
+        (fill_the_disk, 2, OSError, "no space left"),
+        (torch.save, threading.Barrier, UnpicklingError, "Weights only load failed"),
+    ],
+    ids=["half a file", "one that nobody could read"],
+)
+def test_no_other_file_takes_the_place_of_a_whole_one(tmp_path, monkeypatch, save, number, error, why):
     file = tmp_path / "state.pt"
     write_state(file, ["a fact"], {"number": 1})
-
-    def fill_the_disk(_, open_file):
-        open_file.write(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(torch, "save", fill_the_disk)
-    with pytest.raises(OSError, match="no space left"):
-        write_state(file, ["a fact"], {"number": 2})
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(error, match=why):
+        write_state(file, ["a fact"], {"number": number})
     assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
     assert torch.load(file)["state"] == {"number": 1}
 
 
-def _saved_by_another_model(file):
-    write_state(file, ["buckets=[]", "weight: 7x1"], {})
-
-
-def _not_a_file_of_ours(file):
-    file.write_bytes(b"something else")
-
-
-def _without_tensors(file):
+def without_tensors(file):
     with joined(new_store(), 1) as islands:
         wrapped(islands, "diloco")
         write_state(file, islands._facts, {"samples": None, "tensors": {}})
 
 
-@pytest.mark.parametrize("make", [lambda file: None, _saved_by_another_model, _not_a_file_of_ours, _without_tensors])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda file: None, id="there is none"),
+        pytest.param(lambda file: write_state(file, ["buckets=[]", "weight: 7x1"], {}), id="saved by another model"),
+        pytest.param(lambda file: file.write_bytes(b"something else"), id="not a file of ours"),
+        without_tensors,
+    ],
+)
 def test_a_file_that_nobody_can_begin_from_is_refused(tmp_path, make):
     make(tmp_path / "state.pt")
     with joined(new_store(), 1, resume=tmp_path / "state.pt") as islands, pytest.raises(ConfigurationError) as caught:
@@ -250,20 +219,18 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
         wrapped(islands, "diloco")
         write_state(file, islands._facts, islands._state.give())
 
-    def island(store, number):
-        first = number == 0
-        assert first or begun.wait(60)
+    def island(number):
+        assert number == 0 or begun.wait(60)
         with joined(store, 1, resume=file) as islands:
-            if first:
-                model = wrapped(islands, "diloco")
+            model = wrapped(islands, "diloco")
+            if number == 0:
                 file.unlink()
                 begun.set()
                 until(lambda: islands.rest() or len(islands.members().in_epoch) == 2)
-                return model
-            return wrapped(islands, "diloco")
+            return model
 
     store = new_store()
-    first, second = run_numbered(2, island, store)
+    first, second = training.run_numbered(2, island)
     assert torch.equal(first.weight, second.weight)
     with pytest.raises(CollectiveMismatchError, match="resumes=True"), joined(store, 1):
         pass
@@ -272,22 +239,19 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
 DATA = torch.arange(48.0)
 
 
-def learn(model, numbers):
-    (optimizer,) = model.bagua_optimizers
-    optimizer.zero_grad()
-    model(DATA[numbers].view(-1, 1)).square().sum().backward()
-    optimizer.step()
-
-
 def sampling(islands):
     sampler, model = bagua.ElasticSampler(DATA, islands, shuffle=False), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     return sampler, with_bagua(model, optimizer, Algorithm.init("diloco", sync_every=2), between=islands)
 
 
-def train_behind_a_loader_that_is_ahead(store, file):
-    """Two exchanges, with two batches more drawn than trained on, as worker processes of a loader do it."""
-    with joined(store, 2) as islands:
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_new_run_draws_what_nobody_had_drawn_before(tmp_path, count):
+    """What loaders of the old run had drawn ahead is left out of this pass."""
+    file = tmp_path / "state.pt"
+
+    def train_behind_a_loader_that_is_ahead(islands):
+        """Two exchanges, with two batches more drawn than trained on, as worker processes of a loader do it."""
         sampler, model = sampling(islands)
         numbers, drawn, trained = iter(sampler), [], []
         for _ in range(4):
@@ -295,31 +259,22 @@ def train_behind_a_loader_that_is_ahead(store, file):
                 drawn.append(next(numbers))
             batch, drawn = drawn[:2], drawn[2:]
             sampler.record(2)
-            learn(model, batch)
+            training.learn(model, DATA[batch].view(-1, 1))
             trained += batch
         if islands.seat == 0:
             write_state(file, islands._facts, islands._state.give())
         return trained
 
-
-def train_on(store, count, file):
-    with joined(store, count, resume=file) as islands:
+    def train_on(islands):
         sampler, model = sampling(islands)
         trained = []
         for batch in sampler.batches(torch.utils.data.DataLoader(range(48), batch_size=2, sampler=sampler)):
-            learn(model, batch)
+            training.learn(model, DATA[batch].view(-1, 1))
             trained += batch.tolist()
         return trained
 
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_new_run_draws_what_nobody_had_drawn_before(tmp_path, count):
-    """What loaders of the old run had drawn ahead is left out of this pass."""
-    file = tmp_path / "state.pt"
-    before = run(2, train_behind_a_loader_that_is_ahead, new_store(), file)
-    after = run(count, train_on, new_store(), count, file)
-    trained = [number for ends in (before, after) for trained in ends for number in trained]
-    assert sorted(trained) == [number for number in range(48) if not 16 <= number < 24]
+    ends = [*among(2, train_behind_a_loader_that_is_ahead), *among(count, train_on, resume=file)]
+    assert sorted(number for trained in ends for number in trained) == [*range(16), *range(24, 48)]
 
 
 def test_the_options_of_the_algorithm_may_be_others(tmp_path):
@@ -330,15 +285,6 @@ def test_the_options_of_the_algorithm_may_be_others(tmp_path):
     with joined(new_store(), 1, resume=file) as islands:
         begun = wrapped(islands, Algorithm.init("diloco", sync_every=9, outer_lr=0.1))
     assert torch.equal(begun.weight, model.weight)
-
-
-def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path):
-    file = tmp_path / "state.pt"
-    write_state(file, [], {"samples": None})
-    with pytest.raises(pickle.UnpicklingError):
-        write_state(file, [], {"samples": threading.Barrier})
-    assert torch.load(file)["state"] == {"samples": None}
-    assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_one_file_for_several_ranks_is_refused():

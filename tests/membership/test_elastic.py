@@ -1,24 +1,11 @@
 """Exchanges in each step, or beside training, while islands die, go and come; or why there are none."""
 
-from __future__ import annotations
-
 import threading
-from functools import partial
 
 import pytest
 import torch
 
-from bagua.algorithms import (
-    Algorithm,
-    DionAlgorithm,
-    LocalUpdates,
-    LoCoAlgorithm,
-    PowerSGDAlgorithm,
-    SignSGDAlgorithm,
-    TopKAlgorithm,
-    registry,
-)
-from bagua.algorithms.local.diloco import DiLoCoAlgorithm
+from bagua.algorithms import Algorithm, DionAlgorithm, LocalUpdates, registry
 from bagua.errors import ConfigurationError, TooFewMembersError
 from bagua.membership import ElasticSampler
 from bagua.optim import DionOptimizer
@@ -26,40 +13,21 @@ from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks, this_rank
 from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker, promised_by, spread
-from tests.harness import loss_of, mean_gradients, mlp, snapshot, until
-from tests.membership.training import (
-    RANKS,
-    RATE,
-    among,
-    among_ranks,
-    batch,
-    check_equal,
-    ends_of_each_fault,
-    joined,
-    new_model,
-    new_store,
-    run_numbered,
-    survivors,
-    train,
-    train_to_a_fault,
-    vanish,
-    wrapped,
-)
+from tests.harness import loss_of, mean_gradients, mlp, snapshot, train_steps, until
+from tests.membership import training
+from tests.membership.training import among, ends_of_each_fault, joined, new_store, train, train_to_a_fault, wrapped
 
 pytestmark = pytest.mark.threads
 
 #: Warm-ups end before islands go and come.
-QUICK = {
-    "qadam": QuickQAdam,
-    "one_bit_adam": QuickOneBitAdam,
-    "one_bit_lamb": QuickOneBitLamb,
-    "loco": partial(LoCoAlgorithm, warmup_steps=0),
-    "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
-    "top_k": partial(TopKAlgorithm, warmup_steps=1, density_steps=2),
-    "power_sgd": partial(PowerSGDAlgorithm, warmup_steps=1),
-    "dion": partial(DionAlgorithm, matrix_rank=2),
+QUICK = {"qadam": QuickQAdam, "one_bit_adam": QuickOneBitAdam, "one_bit_lamb": QuickOneBitLamb}
+OPTIONS = {
+    "loco": {"warmup_steps": 0},
+    "sign_sgd": {"warmup_steps": 0},
+    "top_k": {"warmup_steps": 1, "density_steps": 2},
+    "power_sgd": {"warmup_steps": 1},
+    "dion": {"matrix_rank": 2},
 }
-REFUSED = {"scatter_gather_allreduce": "only sums and means"}
 OF_GRADIENTS = [
     name
     for name in registry
@@ -79,34 +47,25 @@ def train_elastic(algorithm):
     """The weights of each island after each step, and who contributed to it: one goes, and comes again."""
     store = new_store()
 
-    def stay(islands, model, optimizer, first, last):
-        found, roster = {}, islands._state.roster
-        for step in range(first, last + 1):
+    def train(islands, last):
+        model, found, roster = mlp(islands.seat), {}, islands._state.roster
+        optimizer = optimizer_of(algorithm, model)
+        with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
+        for step in range(model.bagua_step + 1, last + 1):
             if step == COMES_AFTER and islands.seat < 3 and last == STEPS:
                 until(lambda: any(seat > 2 and one.waiting for seat, one in roster.records.items()))
-            optimizer.zero_grad()
-            loss_of(model, islands.seat, step).backward()
-            optimizer.step()
+            train_steps(model, optimizer, islands.seat, [step])
             found[step] = (snapshot(model), islands.members().contributed)
         return found
 
-    def train(islands, last):
-        model = mlp(islands.seat)
-        optimizer = optimizer_of(algorithm, model)
-        with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
-        return stay(islands, model, optimizer, model.bagua_step + 1, last)
-
     def island(number):
-        goes = number == 2
         rows = []
-        with joined(store, 3) as islands:
-            rows.append(train(islands, GOES_AFTER if goes else STEPS))
-        if goes:
+        for last in (GOES_AFTER, STEPS) if number == 2 else (STEPS,):
             with joined(store, 3) as islands:
-                rows.append(train(islands, STEPS))
+                rows.append(train(islands, last))
         return rows
 
-    return [row for rows in run_numbered(3, island) for row in (rows if isinstance(rows, list) else [rows])]
+    return [row for rows in training.run_numbered(3, island) for row in rows]
 
 
 def trained_whole(algorithm, crowds):
@@ -114,11 +73,7 @@ def trained_whole(algorithm, crowds):
     model = mlp(0)
     optimizer = optimizer_of(algorithm, model)
     for step, seats in enumerate(crowds, start=1):
-
-        def losses(model, place, step=step, seats=seats):
-            return loss_of(model, seats[place], step)
-
-        mean_gradients(model, len(seats), losses)
+        mean_gradients(model, len(seats), lambda one, place, t=step, crowd=seats: loss_of(one, crowd[place], t))
         optimizer.step()
     return snapshot(model)
 
@@ -126,14 +81,13 @@ def trained_whole(algorithm, crowds):
 @pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_islands_go_and_come_between_steps(name):
     """All hold the same bit by bit after each step, and what one process would, as near as the algorithm promises."""
-    algorithm = QUICK.get(name, registry.get(name))()
-    if name in REFUSED:
-        with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=REFUSED[name]):
+    algorithm = QUICK.get(name, registry.get(name))(**OPTIONS.get(name, {}))
+    if name == "scatter_gather_allreduce":
+        with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match="only sums and means"):
             with_bagua(mlp(), [], algorithm, between=islands, elastic=True)
         return
-    rows = train_elastic(algorithm)
     by_step = {}
-    for row in rows:
+    for row in train_elastic(algorithm):
         for step, (weights, contributed) in row.items():
             other = by_step.setdefault(step, (weights, contributed))
             assert contributed == other[1]
@@ -153,15 +107,15 @@ def elastic(islands):
 
 def check(rows, ranks=1):
     """All agree bit by bit, and have what plain torch has; who contributed to each step."""
-    by_step = check_equal(rows)
+    by_step = training.check_equal(rows)
     crowds = [by_step[step].contributed for step in sorted(by_step)]
-    model = new_model(0).to(by_step[1].weights.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    model = training.new_model(0).to(by_step[1].weights.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.RATE, momentum=0.9)
     for step, seats in enumerate(crowds, start=1):
         optimizer.zero_grad()
         for seat in seats:
             for rank in range(ranks):
-                data = batch(seat, rank).to(model.weight.dtype)
+                data = training.batch(seat, rank).to(model.weight.dtype)
                 (model(data).square().sum() / ranks / len(seats)).backward()
         optimizer.step()
         torch.testing.assert_close(by_step[step].weights, model.weight.detach())
@@ -169,15 +123,15 @@ def check(rows, ranks=1):
 
 
 def test_gradients_are_means_over_islands_of_two_ranks():
-    ranks = among_ranks(2, lambda islands: train(islands, elastic(islands), 3, period=1))
-    assert check([row for rows in ranks for row in rows], RANKS) == [(0, 1)] * 3
+    ranks = training.among_ranks(2, lambda islands: train(islands, elastic(islands), 3, period=1))
+    assert check([row for rows in ranks for row in rows], training.RANKS) == [(0, 1)] * 3
 
 
 def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
     """They all make the step with it, or all without it; wherever in the exchange it dies."""
     seen = set()
     for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, elastic, (1, 2, 4), period=1), most=6):
-        rows = survivors(ends)
+        rows = training.survivors(ends)
         assert len(rows) == 2, ends
         crowds = check(rows)
         assert (crowds[0], crowds[2:]) == ((0, 1, 2), [(0, 2)] * 2)
@@ -195,31 +149,19 @@ def test_an_island_that_dies_in_a_step_costs_the_others_nothing():
 )
 def test_what_cannot_be_elastic_is_refused(algorithm, options, why):
     with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=why):
-        with_bagua(new_model(0), [], algorithm, **{"between": islands, "elastic": True, **options})
+        with_bagua(training.new_model(0), [], algorithm, **{"between": islands, "elastic": True, **options})
 
 
 #: The exchange of a period starts with step 2, and is taken in with step 4.
 PERIOD = 4
-STREAMING = {"outer_lr": 0.7, "overlap": 1, "fragments": 2}
-
-
-def beside_training() -> Algorithm:
-    return Algorithm.init("diloco", sync_every=PERIOD, overlap=2, outer_lr=0.7)
-
-
-class Layers(torch.nn.Sequential):
-    def __init__(self, seat: int) -> None:
-        super().__init__(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seat)))
+BESIDE_TRAINING = Algorithm.init("diloco", sync_every=PERIOD, overlap=2, outer_lr=0.7)
 
 
 def learn(seat: int, options: dict[str, object], **where: object) -> list[torch.Tensor]:
     """Weights after each step, with a mean lent in the middle, and after the end, which comes in the middle of one."""
-    model = Layers(seat)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE / 5)
-    with_bagua(model, optimizer, DiLoCoAlgorithm(PERIOD, **options), **where)  # type: ignore[arg-type]
+    model = training.filled(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)), seat)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.RATE / 5)
+    with_bagua(model, optimizer, Algorithm.init("diloco", sync_every=PERIOD, **options), **where)
     data, found = torch.randn(4, 3, generator=torch.Generator().manual_seed(seat)), []
 
     def look() -> None:
@@ -238,7 +180,11 @@ def learn(seat: int, options: dict[str, object], **where: object) -> list[torch.
     return found
 
 
-@pytest.mark.parametrize("options", [{"overlap": 2, "blend": 0.5}, {"overlap": 3, "mix": "add"}, STREAMING], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": 2, "blend": 0.5}, {"overlap": 3, "mix": "add"}, {"outer_lr": 0.7, "overlap": 1, "fragments": 2}],
+    ids=str,
+)
 def test_islands_train_as_ranks_of_one_group_do(options):
     ours = dict(among(2, lambda islands: (islands.seat, learn(islands.seat, options, between=islands))))
     theirs = ThreadRanks(2).run(lambda: learn(this_rank.get().rank, options))
@@ -256,9 +202,9 @@ def test_an_island_trains_on_while_its_exchange_waits_for_another():
             elif step == PERIOD and not islands.seat:
                 trained.set()
 
-        return train(islands, wrapped(islands, beside_training()), 2 * PERIOD, before, PERIOD)
+        return train(islands, wrapped(islands, BESIDE_TRAINING), 2 * PERIOD, before, PERIOD)
 
-    assert [one.contributed for one in check_equal(among(2, island)).values()] == [(0, 1)] * 2
+    assert [one.contributed for one in training.check_equal(among(2, island)).values()] == [(0, 1)] * 2
 
 
 def test_a_newcomer_comes_in_while_a_member_waits_in_an_exchange():
@@ -274,22 +220,20 @@ def test_a_newcomer_comes_in_while_a_member_waits_in_an_exchange():
                 assert came.wait(60)
                 until(lambda: islands.rest() or 2 in islands.members().in_epoch)
 
-        if number == 2:
-            assert flying.wait(60)
+        assert number < 2 or flying.wait(60)
         with joined(store, 2) as islands:
             came.set() if number == 2 else None
-            model = wrapped(islands, beside_training())
-            return train(islands, model, 3 * PERIOD, before, PERIOD)
+            return train(islands, wrapped(islands, BESIDE_TRAINING), 3 * PERIOD, before, PERIOD)
 
-    rows = run_numbered(3, island)
-    assert [one.contributed for one in check_equal(rows).values()] == [(0, 1, 2)] * 3
+    found = training.check_equal(training.run_numbered(3, island))
+    assert [one.contributed for one in found.values()] == [(0, 1, 2)] * 3
 
 
 def test_nobody_comes_in_while_something_is_under_way():
     rests = []
 
     def island(islands):
-        model = wrapped(islands, beside_training())
+        model = wrapped(islands, BESIDE_TRAINING)
         rest = islands.rest
         object.__setattr__(islands, "rest", lambda: (rests.append((islands.seat, model.bagua_step + 1)), rest()))
         train(islands, model, 2 * PERIOD + 1, period=PERIOD)
@@ -300,12 +244,12 @@ def test_nobody_comes_in_while_something_is_under_way():
 
 def test_an_error_in_an_exchange_is_raised_where_its_result_is_due():
     def island(islands):
-        model = wrapped(islands, beside_training())
+        model = wrapped(islands, BESIDE_TRAINING)
         with pytest.raises(TooFewMembersError):
-            train(islands, model, PERIOD, lambda step: (islands.seat, step) == (1, 2) and vanish(islands))
+            train(islands, model, PERIOD, lambda step: (islands.seat, step) == (1, 2) and training.vanish(islands))
         return model.bagua_step
 
-    assert survivors(among(2, island, minimum=2, timeout_s=1.0)) == [PERIOD]
+    assert training.survivors(among(2, island, minimum=2, timeout_s=1.0)) == [PERIOD]
 
 
 @pytest.mark.parametrize(("pace", "why"), [("own", "the steps of each"), ("equal", "the samples of each")])

@@ -1,13 +1,12 @@
 """Islands that are threads: who dies, stops or comes at any step, and what the others have then."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 import random
 import threading
-from collections.abc import Iterator
+from functools import partial
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -23,32 +22,8 @@ from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing.ranks import RankDiedError
 from tests.harness import until
-from tests.membership.training import (
-    ALGORITHMS,
-    PERIOD,
-    RATE,
-    Unsteady,
-    among,
-    check_equal,
-    check_newcomer,
-    check_rows,
-    ends_of_each_fault,
-    fall_silent,
-    joined,
-    made,
-    new_model,
-    new_store,
-    run,
-    run_islands,
-    run_with_newcomer,
-    survivors,
-    together,
-    train,
-    train_all,
-    train_to_a_fault,
-    vanish,
-    wrapped,
-)
+from tests.membership import training
+from tests.membership.training import PERIOD, among, check_rows, joined, new_store, run, train, vanish, wrapped
 
 pytestmark = pytest.mark.threads
 
@@ -65,9 +40,7 @@ def test_several_buckets_are_exchanged_one_after_the_other():
         algorithm = Algorithm.init("local_sgd", sync_every=1)
         with_bagua(model, optimizer, algorithm, between=islands, bucket_bytes=20)
         for _ in range(2):
-            optimizer.zero_grad()
-            (model(torch.full((1, 4), islands.seat + 1.0)).square().sum()).backward()
-            optimizer.step()
+            training.learn(model, torch.full((1, 4), islands.seat + 1.0))
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     first, second = among(2, mixed)
@@ -77,10 +50,10 @@ def test_several_buckets_are_exchanged_one_after_the_other():
 @pytest.mark.parametrize("algorithm", ["local_sgd", "diloco, beside training"])
 def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing(algorithm):
     """They all have the exchange with it, or all without it; then they go on."""
-    seen = set()
-    steps = (0, 2 * PERIOD, 4 * PERIOD)
-    for ends in ends_of_each_fault(lambda fault: train_to_a_fault(fault, lambda one: wrapped(one, algorithm), steps)):
-        contributed = check_rows(algorithm, survivors(ends))
+    seen, steps = set(), (0, 2 * PERIOD, 4 * PERIOD)
+    train_to = partial(training.train_to_a_fault, model_of=partial(wrapped, algorithm=algorithm), steps=steps)
+    for ends in training.ends_of_each_fault(train_to):
+        contributed = check_rows(algorithm, training.survivors(ends))
         assert contributed[-1] == (0, 2)
         seen.add(tuple(contributed[:2]))
     assert len(seen) > 2
@@ -90,16 +63,14 @@ def test_who_says_goodbye_is_not_missed_although_half_is_left():
     def island(islands):
         return train(islands, wrapped(islands, "diloco"), PERIOD * (1 if islands.seat else 3))
 
-    rows = among(2, island, minimum=None)
-    assert check_rows("diloco", rows) == [(0, 1), (0,), (0,)]
+    assert check_rows("diloco", among(2, island, minimum=None)) == [(0, 1), (0,), (0,)]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", training.ALGORITHMS)
 def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorithm):
     store = new_store()
-    found = run_with_newcomer(lambda: joined(store, 2), algorithm)
-    check_newcomer(algorithm, [rows for rows, _ in found])
-    assert all("epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why for _, why in found)
+    for why in training.check_newcomer(lambda: joined(store, 2), algorithm):
+        assert "epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why
 
 
 def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
@@ -114,7 +85,7 @@ def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
 
                 def stop(step):
                     if islands.seat == 1 and step == PERIOD + 1:
-                        fall_silent(islands)
+                        training.fall_silent(islands)
                         assert over.wait(60)
                     elif step == 2 * PERIOD + 1:
                         over.set()
@@ -126,20 +97,18 @@ def test_an_island_that_was_left_out_comes_in_again_with_the_same_model():
             assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
         model.bagua_close()
         with joined(store, 3) as islands:
-            with_bagua(model, optimizer, made("diloco"), between=islands)
+            with_bagua(model, optimizer, training.made("diloco"), between=islands)
             inside.set()
             return train(islands, model, 5 * PERIOD)
 
-    rows = run(3, island)
-    assert check_rows("diloco", rows) == [(0, 1, 2), (0, 2), *[(0, 2, 3)] * 3]
+    assert check_rows("diloco", run(3, island)) == [(0, 1, 2), (0, 2), *[(0, 2, 3)] * 3]
 
 
 #: Deaths of first members; as many newcomers come.
 MEMBERS, DEATHS = 4, 2
-SEEDS = range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5))
 def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed, monkeypatch):
     """Who dies, at which step of which exchange, is drawn; a newcomer comes for each. All agree bit by bit.
 
@@ -166,25 +135,20 @@ def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed, monk
                     vanish(islands)
 
             with inject_fault(fault):
-                return train_until_newcomers_contribute(islands, wrapped(islands, "diloco"))
+                model, found = wrapped(islands, "diloco"), []
+                # The same outer step is the last one of all: all see who contributed to it.
+                while not found or not {*range(MEMBERS, MEMBERS + DEATHS)} <= {*found[-1].contributed}:
+                    train(islands, model, model.bagua_step + PERIOD - model.bagua_step % PERIOD, found=found)
+                return found
 
     roles = itertools.count()
     ends = run(MEMBERS + DEATHS, island, new_store(), deadline_s=100.0)
-    rows = survivors(ends)
+    rows = training.survivors(ends)
     assert sum(isinstance(end, RankDiedError) for end in ends) == DEATHS, ends
     assert len(rows) == MEMBERS, ends
-    by_step = check_equal(rows)
+    by_step = training.check_equal(rows)
     contributed = [by_step[max(by_step)].contributed] if early else check_rows("diloco", rows)
     assert set(contributed[-1]) == {seat for seat in range(MEMBERS + DEATHS) if seat not in doomed}
-
-
-def train_until_newcomers_contribute(islands, model):
-    """The same outer step is the last one of all: all see who contributed to it."""
-    found = []
-    while not found or set(range(MEMBERS, MEMBERS + DEATHS)) - set(found[-1].contributed):
-        step = model.bagua_step
-        found += train(islands, model, step + PERIOD - step % PERIOD)
-    return found
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
@@ -196,7 +160,6 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
             inside.set()
             assert left.wait(60)
             return
-
         assert inside.wait(60)
 
         def leave():
@@ -213,21 +176,14 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
 
 def test_signs_of_life_go_on_after_an_error():
     with joined(new_store(), 1) as islands:
-        presence, failures = islands._state, iter([ValueError("half a record")])
-        look = presence.roster.look
-
-        def fail_once(now):
-            for failure in failures:
-                raise failure
-            look(now)
-
-        presence.roster.look = fail_once
+        presence, effects = islands._state, itertools.chain([ValueError("half a record")], itertools.repeat(DEFAULT))
+        presence.roster.look = Mock(wraps=presence.roster.look, side_effect=effects)
         beat = presence.record.beat
         until(lambda: presence.record.beat > beat + 3)
 
 
 def test_a_store_that_is_gone_when_members_meet_is_a_typed_error():
-    store = Unsteady()
+    store = training.Unsteady()
     store.on.clear()
     with pytest.raises(errors.TransportUnavailableError, match="nobody is there"):
         group_of_seats(store, [3, 5], 3, "epoch2", backend="gloo", timeout_s=5.0, meet_s=1.0)
@@ -239,7 +195,7 @@ def test_a_minority_stops_and_names_whom_it_misses():
         if islands.seat == 1:
             vanish(islands)
 
-    ends = train_all(2, periods=1, before=vanish_at_once, minimum=None)
+    ends = training.train_all(2, periods=1, before=vanish_at_once, minimum=None)
     error = next(end for end in ends if not isinstance(end, RankDiedError))
     assert isinstance(error, errors.TooFewMembersError)
     assert error.peers == (1,)
@@ -250,10 +206,8 @@ def test_a_run_that_is_over_takes_no_newcomer():
     store = new_store()
     with joined(store, 1) as islands:
         train(islands, wrapped(islands, "diloco"), PERIOD)
-    with (
-        joined(store, 1) as late,
-        pytest.raises(errors.TooFewMembersError, match="the run is over: all members of epoch 1"),
-    ):
+    over = pytest.raises(errors.TooFewMembersError, match="the run is over: all members of epoch 1")
+    with joined(store, 1) as late, over:
         wrapped(late, "diloco")
     with joined(store, 1, name="another run") as islands:
         assert train(islands, wrapped(islands, "diloco"), PERIOD)[0].contributed == (0,)
@@ -281,11 +235,14 @@ def test_another_model_is_refused_with_both_sides_named():
     assert "sync_every=2" in caught.value.seen
 
 
-def test_islands_train_one_model():
+def test_islands_train_one_model_which_is_not_switched():
     with joined(new_store(), 1) as islands:
-        wrapped(islands, "diloco")
+        model = wrapped(islands, "diloco")
         with pytest.raises(errors.ConfigurationError, match="train another model already"):
             wrapped(islands, "diloco")
+        with pytest.raises(errors.ConfigurationError, match="this model trains between islands"):
+            with_bagua(model, [], "local_sgd")
+        assert train(islands, model, PERIOD)[0].contributed == (0,)
 
 
 def outer_with(reducer, *, hierarchical=False):
@@ -331,28 +288,18 @@ def test_changes_are_told():
     assert "this process left: it left" in islands.why()
 
 
-def test_a_model_that_trains_between_islands_is_not_switched():
-    with joined(new_store(), 1) as islands:
-        model = wrapped(islands, "diloco")
-        with pytest.raises(errors.ConfigurationError, match="this model trains between islands"):
-            with_bagua(model, [], "local_sgd")
-        assert train(islands, model, PERIOD)[0].contributed == (0,)
-
-
 def test_a_model_that_could_not_come_in_is_as_it_was():
-    store = new_store()
-    with joined(store, 2, timeout_s=0.05) as islands:
-        model = new_model(0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(errors.TooFewMembersError):
-            with_bagua(model, optimizer, "diloco", between=islands)
+    model = training.new_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with joined(new_store(), 2, timeout_s=0.05) as islands, pytest.raises(errors.TooFewMembersError):
+        with_bagua(model, optimizer, "diloco", between=islands)
     assert type(model) is torch.nn.Linear
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 
 
 def test_without_the_store_islands_train_on():
-    store = Unsteady()
+    store = training.Unsteady()
 
     def island(islands):
         rows = train(islands, wrapped(islands, "diloco"), 4 * PERIOD, lambda step: step > PERIOD and store.on.clear())
@@ -363,7 +310,7 @@ def test_without_the_store_islands_train_on():
 
 
 def test_without_the_store_nobody_is_replaced_until_it_is_back():
-    store = Unsteady()
+    store = training.Unsteady()
 
     def fail(islands, model, step):
         islands._participant._timeout_s = 60.0
@@ -372,7 +319,7 @@ def test_without_the_store_nobody_is_replaced_until_it_is_back():
             threading.Timer(0.3, store.on.set).start()
             vanish(islands)
 
-    (end,) = [end for end in train_all(2, before=fail, store=store) if not isinstance(end, RankDiedError)]
+    (end,) = [end for end in training.train_all(2, before=fail, store=store) if not isinstance(end, RankDiedError)]
     assert check_rows("diloco", [end]) == [(0, 1), (0,), (0,)]
 
 
@@ -389,43 +336,23 @@ def test_a_result_that_all_hold_counts_although_the_barrier_failed():
             model = wrapped(islands, "diloco")
         return train(islands, model, 2 * PERIOD)
 
-    assert check_rows("diloco", survivors(among(3, island))) == [(0, 1, 2), (0, 2)]
+    assert check_rows("diloco", training.survivors(among(3, island))) == [(0, 1, 2), (0, 2)]
 
 
-@contextlib.contextmanager
-def no_thread(name: str) -> Iterator[None]:
-    """In this block no thread of this name can start."""
-    begin = threading.Thread.start
+def test_who_can_give_no_signs_of_life_has_left(monkeypatch):
+    begin, store = threading.Thread.start, new_store()
 
-    def start(thread: threading.Thread) -> None:
-        if thread.name == name:
+    def start(thread):
+        if thread.name == "bagua-islands":
             raise RuntimeError("can't start new thread")
         begin(thread)
 
-    with pytest.MonkeyPatch.context() as without, pytest.raises(RuntimeError, match="new thread"):
+    with monkeypatch.context() as without, pytest.raises(RuntimeError, match="new thread"):
         without.setattr(threading.Thread, "start", start)
-        yield
-
-
-def test_who_can_give_no_signs_of_life_has_left():
-    def island(store):
-        with no_thread("bagua-islands"), joined(store, 1):
+        with joined(store, 1):
             pass
-        with joined(store, 1) as other:
-            return other._state.roster.left()
-
-    assert run(1, island, new_store()) == [{0}]
-
-
-def samples(number):
-    return torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-
-
-def normalized(seat):
-    layers = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False), torch.nn.BatchNorm1d(1, affine=False)).double()
-    with torch.no_grad():
-        layers[0].weight.copy_(new_model(seat).weight)
-    return layers
+    with joined(store, 1) as other:
+        assert other._state.roster.left() == {0}
 
 
 def tensors_of(model):
@@ -436,44 +363,37 @@ def tensors_of(model):
 @pytest.mark.parametrize("several", [False, True], ids=["processes", "of two ranks"])
 def test_the_mean_is_that_of_all_members(algorithm, several):
     """Lent by ``bagua_global_average``, which changes nothing; or for good, by ``bagua_finish``."""
-    store = new_store()
 
-    def island(look):
-        with together(store, 2) if several else joined(store, 2) as islands:
-            model = normalized(islands.seat)
-            optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-            model = with_bagua(model, optimizer, made(algorithm), between=islands)
+    def island(islands, look):
+        model = torch.nn.Sequential(training.new_model(islands.seat), torch.nn.BatchNorm1d(1, affine=False)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=training.RATE)
+        with_bagua(model, optimizer, training.made(algorithm), between=islands)
+        generator = torch.Generator().manual_seed(islands.seat + 2 * islands.place[0])
+        data = torch.randn(8, 3, generator=generator, dtype=torch.float64)
 
-            data = samples(islands.seat + 2 * islands.place[0])
+        def step():
+            optimizer.zero_grad()
+            (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
 
-            def steps(count):
-                for _ in range(count):
-                    optimizer.zero_grad()
-                    (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
-                    optimizer.step()
-
-            lent = []
-            for _ in range(3):
-                steps(1)
-                if look:
-                    own = tensors_of(model)
-                    with model.bagua_global_average():
-                        lent.append(tensors_of(model))
-                    assert all(torch.equal(one, own[name]) for name, one in tensors_of(model).items())
-            before = tensors_of(model)
-            model.bagua_finish()
-            ends = [tensors_of(model)]
-            steps(1)  # It ends a period: all are equal again.
-            ends.append(tensors_of(model))
-            return (islands.seat, *islands.place), before, lent, ends
+        lent = []
+        for _ in range(3):
+            step()
+            if look:
+                own = tensors_of(model)
+                with model.bagua_global_average():
+                    lent.append(tensors_of(model))
+                assert all(torch.equal(one, own[name]) for name, one in tensors_of(model).items())
+        before = tensors_of(model)
+        model.bagua_finish()
+        ends = [tensors_of(model)]
+        step()  # It ends a period: all are equal again.
+        ends.append(tensors_of(model))
+        return (islands.seat, *islands.place), before, lent, ends
 
     def all_islands(look):
-        nonlocal store
-        store = new_store()
-        if several:
-            found = [one for ends in run_islands(2, lambda _: island(look)) for one in ends]
-        else:
-            found = run(2, island, look)
+        job = partial(island, look=look)
+        found = [one for ends in training.among_ranks(2, job) for one in ends] if several else among(2, job)
         return [one for _, *one in sorted(found, key=lambda end: end[0])]
 
     looked, plain = all_islands(look=True), all_islands(look=False)

@@ -1,7 +1,5 @@
 """What ``join_islands`` and the commands of islands refuse, and what all islands must hold alike."""
 
-from __future__ import annotations
-
 import io
 import signal
 import socket
@@ -15,18 +13,11 @@ from bagua.cli.baguarun import main as baguarun
 from bagua.cli.main import main
 from bagua.comm import close_store, open_bucket, open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError
+from tests.membership import training
 from tests.membership.servers import needs_obstore
-from tests.membership.training import (
-    ALGORITHMS,
-    PERIOD,
-    among,
-    among_ranks,
-    check_equal,
-    survivors,
-    train,
-    train_all,
-    wrapped,
-)
+from tests.membership.training import ALGORITHMS, PERIOD, among, check_equal, survivors, train, train_all, wrapped
+
+pytestmark = pytest.mark.threads
 
 
 def test_the_address_comes_from_the_environment(monkeypatch, where):
@@ -59,15 +50,17 @@ def test_fewer_cannot_begin_than_may_go_on():
         bagua.join_islands("tcp://127.0.0.1:1", size=2, minimum=3)
 
 
-@pytest.mark.parametrize("address", ["29600", "head:", "127.0.0.1:x", "127.0.0.1:65536"])
-def test_a_store_is_not_served_at_something_else_than_an_address(address, capsys):
-    assert baguarun(["--serve-islands", address]) == 2
-    assert f"not {address}" in capsys.readouterr().err
-
-
-def test_a_script_beside_the_store_is_refused(capsys):
-    assert baguarun(["--serve-islands=127.0.0.1:0", "train.py"]) == 2
-    assert "takes host:port" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        *(([address], f"not {address}") for address in ("29600", "head:", "127.0.0.1:x", "127.0.0.1:65536")),
+        (["127.0.0.1:0", "train.py"], "takes host:port"),
+    ],
+    ids=str,
+)
+def test_a_store_is_served_at_an_address_without_a_script(arguments, why, capsys):
+    assert baguarun(["--serve-islands", *arguments]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_a_store_can_be_ended_from_when_its_address_is_known(monkeypatch):
@@ -102,8 +95,13 @@ def test_a_store_is_not_served_where_another_one_is(capsys, where):
 
 
 @needs_obstore
-def test_what_a_run_has_left_is_deleted_and_nothing_else(tmp_path, capsys):
+def test_what_a_run_has_left_is_deleted_and_nothing_else_when_it_has_ended_or_that_is_forced(tmp_path, capsys):
     where = f"file://{tmp_path}/run"
+    with bagua.join_islands(where) as islands:
+        assert main(["islands", "clean", where]) == 1
+        assert f"a run is alive at {where}" in capsys.readouterr().err
+        assert "process" in islands._state.record.host
+        assert main(["islands", "clean", "--force", where]) == 0
     with bagua.join_islands(where):
         pass
     (tmp_path / "run" / "mine.txt").write_text("kept")
@@ -111,16 +109,6 @@ def test_what_a_run_has_left_is_deleted_and_nothing_else(tmp_path, capsys):
     assert main(["islands", "clean", where]) == 0
     assert "Deleted " in capsys.readouterr().out
     assert [*open_bucket(where, 1.0).bucket.list()] == ["mine.txt"]
-
-
-@needs_obstore
-def test_a_run_that_lives_is_left_alone_unless_it_is_forced(tmp_path, capsys):
-    where = f"file://{tmp_path}/run"
-    with bagua.join_islands(where) as islands:
-        assert main(["islands", "clean", where]) == 1
-        assert f"a run is alive at {where}" in capsys.readouterr().err
-        assert "process" in islands._state.record.host
-        assert main(["islands", "clean", "--force", where]) == 0
 
 
 @needs_obstore
@@ -133,20 +121,11 @@ def test_an_address_that_is_none_is_an_error(capsys):
 ANCHORED = ["diloco", "slowmo"]
 
 
-def load_others(model, by=1.0):
+def load_others(model):
     """Load other weights, as a program does that goes on from a file."""
-    model.load_state_dict({name: value + by for name, value in model.state_dict().items()})
+    model.load_state_dict({name: value + 1.0 for name, value in model.state_dict().items()})
 
 
-def load_other_anchor(model, by):
-    """Load a saved state whose anchor is larger by this share."""
-    saved = model.bagua_state_dict()
-    for state in saved["parameters"].values():
-        state["anchor"].mul_(1 + by)
-    model.bagua_load_state_dict(saved)
-
-
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ANCHORED)
 @pytest.mark.parametrize(("count", "strange"), [(3, (1,)), (2, (0, 1))])
 def test_weights_loaded_on_one_island_before_the_first_exchange_end_all_and_name_it(algorithm, count, strange):
@@ -160,14 +139,12 @@ def test_weights_loaded_on_one_island_before_the_first_exchange_end_all_and_name
     assert "seats [1] is not that of seats [0, 2]" in str(ends[0]) or count == 2
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ANCHORED)
 def test_weights_loaded_on_all_islands_before_the_first_exchange_are_what_all_go_on_with(algorithm):
     ends = train_all(2, algorithm, 2, lambda islands, model, step: load_others(model) if step == 1 else None)
     assert len(check_equal(ends)) == 2
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_a_load_after_the_first_exchange_is_refused_and_the_others_go_on(algorithm, what):
@@ -199,7 +176,6 @@ def test_a_load_after_the_first_exchange_is_refused_and_the_others_go_on(algorit
     assert sum(isinstance(end, ConfigurationError) for end in ends) == 1
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ANCHORED)
 def test_weights_that_are_put_back_are_no_load(algorithm):
     def put_back(islands, model, step):
@@ -211,7 +187,6 @@ def test_weights_that_are_put_back_are_no_load(algorithm):
     assert len(check_equal(train_all(2, algorithm, before=put_back))) == 3
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("algorithm", ANCHORED)
 @pytest.mark.parametrize(("by", "goes_on"), [(1e-7, True), (1e-2, False)])
 def test_shared_state_that_differs_ends_all_unless_that_is_rounding(algorithm, by, goes_on, caplog):
@@ -219,7 +194,9 @@ def test_shared_state_that_differs_ends_all_unless_that_is_rounding(algorithm, b
 
     def load(islands, model, step):
         if islands.seat == 2 and step == PERIOD:
-            load_other_anchor(model, by)
+            saved = model.bagua_state_dict()
+            saved["parameters"]["weight"]["anchor"].mul_(1 + by)
+            model.bagua_load_state_dict(saved)
 
     ends = train_all(3, algorithm, before=load)
     told = [record for record in caplog.records if "rounding" in record.message]
@@ -229,7 +206,6 @@ def test_shared_state_that_differs_ends_all_unless_that_is_rounding(algorithm, b
         assert [(type(end), end.peers) for end in ends] == [(CollectiveMismatchError, (2,))] * 3
 
 
-@pytest.mark.threads
 def test_every_rank_of_an_island_learns_which_island_differs():
     def rank(islands):
         model = wrapped(islands, "diloco")
@@ -237,11 +213,10 @@ def test_every_rank_of_an_island_learns_which_island_differs():
             load_others(model)
         return train(islands, model, 2 * PERIOD)
 
-    ends = [end for rows in among_ranks(2, rank) for end in rows]
+    ends = [end for rows in training.among_ranks(2, rank) for end in rows]
     assert [(type(end), end.peers) for end in ends] == [(CollectiveMismatchError, (0, 1))] * 4
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("changed", [1, 3])
 def test_weights_that_differ_where_gradients_are_exchanged_end_all(changed, monkeypatch):
     monkeypatch.setattr(between_islands, "_COMPARE_EVERY", 4)

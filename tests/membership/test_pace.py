@@ -1,7 +1,5 @@
 """Islands that train each at its own pace, and come to each outer step together. No clock here is a real one."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -19,10 +17,12 @@ from bagua.membership.islands import write_state
 from bagua.membership.pace import numbers_of
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import among, among_ranks, joined, new_store, run_numbered, survivors, vanish
+from tests.membership import training
+from tests.membership.training import RATE, among, batch, joined, new_store, vanish
+
+pytestmark = pytest.mark.threads
 
 H = 6
-RATE = 0.05
 #: Seconds of a step, by seat: the second island is three times slower than the first.
 STEP_S = (1.0, 3.0, 2.0)
 OWN = Algorithm.init("local_sgd", sync_every=H, pace="own")
@@ -112,27 +112,20 @@ class Member:
         self.islands, self.step_s, self.tokens = islands, step_s, tokens
         self.now = 0.0
         islands.pace._clock = lambda: self.now
-        self.model = new_model(islands.seat)
+        self.model, self.steps = new_model(islands.seat), 0
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         with_bagua(self.model, optimizer, algorithm, between=islands)
-        self.steps = 0
-
-    def step(self):
-        (optimizer,) = self.model.bagua_optimizers
-        self.now += self.step_s
-        optimizer.zero_grad()
-        loss_of(self.model, self.islands.seat).backward()
-        if self.tokens:
-            self.islands.count_tokens(self.tokens)
-        optimizer.step()
-        self.steps += 1
 
     def train(self, end, before=lambda: None):
         """Train up to a step of the fastest one; after each period: its end, own steps so far, and the weights."""
         found = []
         while self.model.bagua_step < end:
             before()
-            self.step()
+            self.now += self.step_s
+            if self.tokens:
+                self.islands.count_tokens(self.tokens)
+            training.learn(self.model, batch(self.islands.seat).double())
+            self.steps += 1
             if self.model.bagua_step % H == 0:
                 found.append((self.model.bagua_step, self.steps, weights_of(self.model)))
         return found
@@ -148,17 +141,8 @@ def of_members(count, algorithm, job, tokens=(0, 0, 0), **options):
 
 
 def new_model(seat):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False)).double()
-    generator = torch.Generator().manual_seed(seat)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def loss_of(model, seat):
-    data = torch.eye(3, dtype=torch.float64)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4)
-    return model(data).square().sum()
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    return training.filled(layers.double(), seat)
 
 
 def weights_of(model):
@@ -193,7 +177,7 @@ def expected(algorithm, parts, tokens, periods):
                     grid = [period * H + u * H // numbers[seat] for u in range(1, numbers[seat] + 1)]
                     at[seat] = next(end for end in grid if end > at[seat])
                     optimizers[seat].zero_grad()
-                    loss_of(model, seat).backward()
+                    model(batch(seat).double()).square().sum().backward()
                     optimizers[seat].step()
                     made[seat] += 1
             counts = [(now - before) * (one or 1) for now, before, one in zip(made, since[part], tokens, strict=True)]
@@ -218,7 +202,6 @@ def expected(algorithm, parts, tokens, periods):
     return found
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("tokens", [(0, 0, 0), (10, 30, 20)], ids=["steps", "tokens"])
 @pytest.mark.parametrize(
     ("algorithm", "options", "parts"),
@@ -241,7 +224,6 @@ def test_members_of_unequal_pace_train_as_plain_torch_does(algorithm, options, p
         torch.testing.assert_close(found[0][number][2], weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.threads
 def test_a_member_that_changes_its_pace_makes_another_number_of_steps():
     def train(member):
         def change():
@@ -260,7 +242,6 @@ def test_a_member_that_changes_its_pace_makes_another_number_of_steps():
     assert numbers == others == {0: 3, 1: 6}
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("place", ["a step", "an exchange"])
 @pytest.mark.parametrize("victim", [0, 1])
@@ -280,16 +261,14 @@ def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, pla
 
     ends = among(3, island)
     assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
-    found = survivors(ends)
+    found = training.survivors(ends)
     check_equal([rows for rows, *_ in found], fragments)
-    left = [seat for seat in range(3) if seat != victim]
-    fastest = min(STEP_S[seat] for seat in left)
+    left = {seat: step_s for seat, step_s in enumerate(STEP_S) if seat != victim}
     for _, numbers, contributed in found:
         assert contributed == tuple(left)
-        assert numbers == {seat: round(H * fastest / STEP_S[seat]) for seat in left}
+        assert numbers == {seat: round(H * min(left.values()) / step_s) for seat, step_s in left.items()}
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fragments, early, monkeypatch):
@@ -313,7 +292,7 @@ def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fr
                     settled.set()
             return islands.seat, begun, found, islands.pace.numbers
 
-    ends = sorted(run_numbered(3, island, new_store()), key=lambda one: one[0])
+    ends = sorted(training.run_numbered(3, island, new_store()), key=lambda one: one[0])
     shared = min(len(rows) for _, _, rows, _ in ends)
     check_equal([rows[-shared:] for _, _, rows, _ in ends], fragments)
     for *_, numbers in ends:
@@ -325,7 +304,6 @@ def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fr
     assert made[-1] - made[-2] == 3
 
 
-@pytest.mark.threads
 def test_a_run_that_is_resumed_goes_on_with_the_numbers_of_its_seats(tmp_path):
     file = tmp_path / "state.pt"
 
@@ -345,7 +323,6 @@ def test_a_run_that_is_resumed_goes_on_with_the_numbers_of_its_seats(tmp_path):
     assert [rows[-1][1] for rows in ends] == [6, 2]
 
 
-@pytest.mark.threads
 def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
     def finish(member):
         member.train(H)
@@ -365,7 +342,6 @@ def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
             torch.testing.assert_close(mean, (3 * one + other) / 4, rtol=0, atol=1e-12)
 
 
-@pytest.mark.threads
 def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
     def rank(islands):
         slower = 1.0 + get_rank() / 10  # Each rank measures for itself.
@@ -373,7 +349,7 @@ def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
         found = member.train(3 * H)
         return islands.seat, member.steps, islands.pace.numbers, found, islands.announce("another part", H)
 
-    islands = among_ranks(2, rank)
+    islands = training.among_ranks(2, rank)
     check_equal([rows for ranks in islands for *_, rows, _ in ranks])
     for ranks in islands:
         for seat, steps, numbers, _, announced in ranks:
@@ -383,24 +359,19 @@ def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "argument"),
-    [
-        ("diloco", {"eager": True}, "eager"),
-        ("diloco", {"start_after": 3}, "start_after"),
-        ("local_sgd", {"pace": "fast"}, "pace"),
-    ],
+    ("name", "argument", "value"),
+    [("diloco", "eager", True), ("diloco", "start_after", 3), ("local_sgd", "pace", "fast")],
 )
-def test_what_has_no_meaning_with_a_pace_of_its_own_is_refused(name, options, argument):
+def test_what_has_no_meaning_with_a_pace_of_its_own_is_refused(name, argument, value):
     with pytest.raises(ConfigurationError) as caught:
-        Algorithm.init(name, **{"sync_every": H, "pace": "own", **options})
+        Algorithm.init(name, **{"sync_every": H, "pace": "own", argument: value})
     assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "slowmo", "diloco"])
 def test_ranks_of_one_group_are_refused(name):
-    model = new_model(0)
     with pytest.raises(ConfigurationError, match="only islands agree on a pace for each") as caught:
-        with_bagua(model, [], Algorithm.init(name, pace="own"), solo_group())
+        with_bagua(new_model(0), [], Algorithm.init(name, pace="own"), solo_group())
     assert caught.value.argument == "pace"
 
 
@@ -411,8 +382,7 @@ def test_negative_tokens_are_refused():
 
 def test_a_step_that_stands_for_several_is_compared_once():
     """The ranks of an island look at their weights when the step to look in is among those that one stands for."""
-    check = EqualityCheck(Algorithm.init("diloco"), EngineOptions(check_every=4))
-    looked = []
+    check, looked = EqualityCheck(Algorithm.init("diloco"), EngineOptions(check_every=4)), []
     for step in range(0, 30, 3):
         if check.due <= step:
             looked.append(step)

@@ -1,12 +1,11 @@
 """Islands that are processes: one is killed, or stopped, at any request to a bucket; and what memory they need."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,31 +23,24 @@ from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError, this_rank
 from tests.harness import until
 from tests.interpreters import interpreter
+from tests.launching import REPOSITORY, environment
 from tests.membership import forked_islands
 from tests.membership.servers import is_counted, needs_moto, needs_obstore, new_s3, opened, s3_server
 from tests.membership.training import PERIOD, QUICK, _judge, check_rows, train, wrapped
 
-REPOSITORY = Path(__file__).parents[2]
 ALONE = ("unshare", "--net", "--map-root-user")
 SIZE, PERIODS = 3, 3
 #: The cell of the second exchange, in which the sixth call brings the contributions.
 CLOSED = "closed/1/2.cell"
-
-
-def _cannot_part() -> bool:
-    try:
-        return subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode != 0
-    except OSError:
-        return True
+CAN_PART = shutil.which("unshare") and subprocess.call([*ALONE, "true"], stderr=subprocess.DEVNULL) == 0
 
 
 @needs_obstore
-@pytest.mark.skipif(_cannot_part(), reason="unshare makes no network namespace here")
+@pytest.mark.skipif(not CAN_PART, reason="unshare makes no network namespace here")
 def test_islands_without_a_network_train_as_one_and_who_was_stopped_comes_in_again(tmp_path):
     command = [*ALONE, sys.executable, "-u", str(REPOSITORY / "examples/through_a_bucket.py"), f"file://{tmp_path}"]
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     stays, sleeps = islands = [
-        subprocess.Popen([*command, "--steps", "1000"], stdout=subprocess.PIPE, text=True, env=variables)
+        subprocess.Popen([*command, "--steps", "1000"], stdout=subprocess.PIPE, text=True, env=environment())
         for _ in range(2)
     ]
     try:
@@ -68,20 +60,19 @@ def test_islands_without_a_network_train_as_one_and_who_was_stopped_comes_in_aga
     assert lines[0][-1].startswith("norm of the weights")
 
 
+@dataclasses.dataclass
 class Kill:
-    """Kills this process before or after one of its requests in the second period; of one object, the first counts.
+    """Kills this process before or after (``moment``) request number ``at`` in the second period; -1 is none.
 
-    Args:
-        at: number of the request; -1 for none.
-        moment: "before" or "after" it.
+    Of several requests of one kind for one object the first counts.
     """
 
-    def __init__(self, at: int, moment: str) -> None:
-        self._at, self._moment = at, moment
-        self._seen: set[tuple[str, str]] = set()
-        self._thread: int | None = None
-        self.before_contributions: Callable[[], object] | None = None
-        self.closed = False
+    at: int
+    moment: str
+    before_contributions: Callable[[], object] | None = None
+    closed: bool = False
+    _seen: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    _thread: int | None = None
 
     def arm(self, step: int) -> None:
         """Called before each step."""
@@ -93,21 +84,12 @@ class Kill:
         if self.before_contributions and kind == "get" and "/6/" in name:
             wait, self.before_contributions = self.before_contributions, None
             wait()
-        request = kind, name
         # Who waits for long looks for the reason; a record may be put by any thread.
         extra = kind == "list" or name.endswith("/end") or "/record/" in name
-        if self._thread and moment == self._moment and not extra and is_counted(name, self._thread):
-            if request not in self._seen and len(self._seen) == self._at:
+        if self._thread and moment == self.moment and not extra and is_counted(name, self._thread):
+            if (kind, name) not in self._seen and len(self._seen) == self.at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self._seen.add(request)
-
-
-def is_dead(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False
+            self._seen.add((kind, name))
 
 
 def member(where: str, objects: Any, algorithm: str, at: int, moment: str, learns: str) -> list[Any]:
@@ -123,8 +105,8 @@ def member(where: str, objects: Any, algorithm: str, at: int, moment: str, learn
         def dead() -> set[int]:
             heard = learns == "at once" or kill.closed
             looks.append(heard)
-            known = {seat: one.host.split()[-1] for seat, one in roster.records.items() if one.host}
-            return {seat for seat, process in known.items() if is_dead(int(process))} if heard else set()
+            homes = {seat: Path("/proc", one.host.split()[-1]) for seat, one in roster.records.items() if one.host}
+            return {seat for seat, home in homes.items() if heard and not home.exists()}
 
         def be_last() -> None:
             until(lambda: store.bucket.get(f"islands/a=20run/{CLOSED}"))
@@ -188,10 +170,8 @@ def peaks(where):
     """Contributions of 128 MB that an exchange adds to the memory of a rank, at most: through Gloo, and a folder."""
     gloo = get_default_group()
     options = {"backend": "bucket", "timeout_s": 60.0, "meet_s": 60.0}
-    store = opened(where)
-    bucket = group_of_seats(store, range(gloo.size), gloo.rank, "epoch1", **options)
-    contribution = torch.ones(32_000_000)
-    found = []
+    bucket = group_of_seats(opened(where), range(gloo.size), gloo.rank, "epoch1", **options)
+    contribution, found = torch.ones(32_000_000), []
     for group in (gloo, bucket):
         gloo.global_communicator.barrier()
         before = status_of("VmRSS")

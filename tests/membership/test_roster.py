@@ -1,11 +1,10 @@
 """What one process knows of the others, and what members give to a newcomer."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.comm import Cells, Fetch, PhaseDeadline, decode, encoded_later
-from bagua.comm.store.serving import thread_store
 from bagua.compression import Float16
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
 from bagua.membership import participant
@@ -29,7 +27,7 @@ DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
 
 def roster_of_two() -> tuple[Roster, Cells]:
     """As seat 0 sees itself and seat 1, whose connections have refused it in epoch 1, and not in epoch 2."""
-    cells = Cells(thread_store())
+    cells = Cells(new_store())
     for seat in range(2):
         cells.claim(seat_name(seat), str(seat))
         report = None if seat else StopReport(1, lost=(1,))
@@ -77,7 +75,7 @@ def test_where_signs_of_life_come_late_silence_may_last_longer() -> None:
 
 
 def test_a_rank_that_is_silent_is_lost_and_one_that_said_goodbye_is_not() -> None:
-    cells, times = Cells(thread_store()), itertools.count(0.0, 0.25)
+    cells, times = Cells(new_store()), itertools.count(0.0, 0.25)
     state = MemberState(cells, 7, DEADLINES, (0, 3), lambda: next(times))
     for number in range(20):
         cells.post(record_name(7, 1), SeatRecord(beat=min(number, 5)).to_json())
@@ -92,11 +90,10 @@ def test_a_rank_that_is_silent_is_lost_and_one_that_said_goodbye_is_not() -> Non
 def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(monkeypatch) -> None:
     """Each look takes longer than the pause between two: the last one must still count as late."""
     seconds = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(
-        participant, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
-    )
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds: None)
+    monkeypatch.setattr(participant, "time", clock)
     met: list[Epoch] = []
-    store = thread_store()
+    store = new_store()
     cells = Cells(store)
     for seat in range(2):  # Seat 1 lives, and never comes to its exchange.
         cells.claim(seat_name(seat), str(seat))
@@ -114,10 +111,10 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
 class Given:
     """The state of a rank, as far as those who give and receive it ask."""
 
-    def __init__(self, parts: dict | None = None, seat: int = 9, timeout_s: float = 60.0) -> None:
-        self.parts, self.seat, self.at = parts, seat, (3, 17)
-        self.deadlines = Deadlines(beat_s=0.004, timeout_s=timeout_s)
-        self.record = SeatRecord()
+    seat, at, record = 9, (3, 17), SeatRecord()
+
+    def __init__(self, parts: dict | None = None, timeout_s: float = 60.0) -> None:
+        self.parts, self.deadlines = parts, Deadlines(beat_s=0.004, timeout_s=timeout_s)
 
     def give(self) -> dict | None:
         return self.parts
@@ -130,21 +127,24 @@ class Given:
         self.record = SeatRecord.from_json(json.loads(json.dumps(SeatRecord(offer=offer).to_json())))
 
 
-class Giving(Donor):
-    """A member that offers its state after exchange 3, in epoch 2."""
+@pytest.fixture
+def giving() -> Iterator[Callable[..., list[Donor]]]:
+    """Makes members that offer these states after exchange 3, in epoch 2."""
+    made: list[Donor] = []
 
-    def __init__(self, parts: dict) -> None:
-        self.given = Given(parts)
-        super().__init__(self.given)
-        self.offer([3, 2])
+    def give(*states: dict) -> list[Donor]:
+        made.extend(Donor(Given(parts)) for parts in states)
+        for donor in made:
+            donor.offer([3, 2])
+        return made
+
+    yield give
+    for donor in made:
+        donor.close()
 
 
 class Receiving(Receiver):
     """A newcomer that is told what members offer."""
-
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self.given = Given(timeout_s=timeout_s)
-        super().__init__(self.given)
 
     def fetch(self, look, needs: int = 0) -> None:
         self._offers = lambda seats: look()
@@ -152,50 +152,42 @@ class Receiving(Receiver):
 
     def taken(self) -> dict | None:
         self.take(-1)
-        return self.given.parts
+        return self._state.parts
 
 
-def offers(*made: Giving) -> dict[int, Offer | None]:
+def offers(*made: Donor) -> dict[int, Offer | None]:
     """What the store says of them, by seat."""
-    return {seat: donor.given.record.offer for seat, donor in enumerate(made)}
+    return {seat: donor._state.record.offer for seat, donor in enumerate(made)}
 
 
-def close(*made: Donor) -> None:
-    for donor in made:
-        donor.close()
-
-
-def test_a_newcomer_has_what_members_offer_and_is_told_where_they_are() -> None:
+def test_a_newcomer_has_what_members_offer_and_is_told_where_they_are(giving) -> None:
     state = {"model": {"weights": torch.arange(3.0)}, "optimizers": [1]}
-    made, receiver = (Giving(state), Giving(state)), Receiving()
+    made, receiver = giving(state, state), Receiving(Given())
     receiver.fetch(lambda: offers(*made))
     assert (receiver.exchange, receiver.latest_step()) == (3, 17)
-    made[0].given.parts = {"model": {"weights": torch.ones(3)}, "optimizers": [2]}
+    made[0]._state.parts = {"model": {"weights": torch.ones(3)}, "optimizers": [2]}
     made[0].offer([4, 2])
     receiver.fetch(lambda: offers(*made), needs=4)
     assert (receiver.exchange, receiver.latest_step()) == (4, -1)
     found = receiver.taken()
     assert found["optimizers"] == [1]
     torch.testing.assert_close(found["model"], {"weights": torch.ones(3)})
-    close(*made)
 
 
-def test_a_member_that_cannot_send_its_state_is_passed_over() -> None:
-    made, receiver = (Giving({"model": len}), Giving({"model": 5})), Receiving()
+def test_a_member_that_cannot_send_its_state_is_passed_over(giving) -> None:
+    made, receiver = giving({"model": len}, {"model": 5}), Receiving(Given())
     receiver.fetch(lambda: offers(*made))
     assert receiver.taken() == {"model": 5}
-    close(*made)
 
 
-def test_members_that_cannot_send_their_state_end_the_newcomer_with_the_reason() -> None:
-    made, receiver = (Giving({"model": len}), Giving({"model": len})), Receiving()
+def test_members_that_cannot_send_their_state_end_the_newcomer_with_the_reason(giving) -> None:
+    made = giving({"model": len}, {"model": len})
     with pytest.raises(ConfigurationError, match="members cannot send their state; seat 0: an object of this type"):
-        receiver.fetch(lambda: offers(*made))
-    close(*made)
+        Receiving(Given()).fetch(lambda: offers(*made))
 
 
-def test_a_newcomer_without_members_that_have_the_state_says_so() -> None:
-    made, receiver = Giving({"model": 5}), Receiving()
+def test_a_newcomer_without_members_that_have_the_state_says_so(giving) -> None:
+    (made,), receiver = giving({"model": 5}), Receiving(Given())
     with pytest.raises(PeerLostError, match="all members that have the state are lost"):
         receiver.fetch(dict)
     stale = offers(made)
@@ -205,14 +197,13 @@ def test_a_newcomer_without_members_that_have_the_state_says_so() -> None:
         receiver.fetch(lambda: stale)
     assert caught.value.peers == (0,)
     with pytest.raises(CollectiveTimeoutError, match="no member has offered seat 9 the state"):
-        Receiving(timeout_s=0.0).fetch(lambda: {0: None})
-    close(made)
+        Receiving(Given(timeout_s=0.0)).fetch(lambda: {0: None})
 
 
-def test_a_store_that_does_not_answer_each_time_costs_no_source() -> None:
-    made, receiver, again = Giving({"model": 5}), Receiving(), threading.Event()
-    server = made._server._server
-    answer, looks = server.answer, itertools.count()
+def test_a_store_that_does_not_answer_each_time_costs_no_source(giving) -> None:
+    (made,), receiver, again = giving({"model": 5}), Receiving(Given()), threading.Event()
+    server, looks = made._server._server, itertools.count()
+    answer = server.answer
     server.answer = lambda question: answer(question) if again.wait(60) else None
 
     def look() -> dict[int, Offer | None]:
@@ -222,7 +213,6 @@ def test_a_store_that_does_not_answer_each_time_costs_no_source() -> None:
 
     receiver.fetch(look)
     assert receiver.taken() == {"model": 5}
-    close(made)
 
 
 def offered_by(islands):
@@ -248,7 +238,7 @@ def test_a_state_is_copied_while_training_goes_on_and_before_an_exchange_changes
         train(islands, model, PERIOD)
         anchor = model.bagua_state_dict()["parameters"]["weight"]["anchor"]
         weights, donor = model.weight.detach().clone(), islands._counterparts.donor
-        islands._counterparts.donor.offer([1, 1])
+        donor.offer([1, 1])
         settle = donor.settle
         donor.settle = lambda: (asked.set(), settle())
         train(islands, model, 2 * PERIOD)

@@ -1,7 +1,5 @@
 """What islands that come and go draw from a data set: each sample once, and again what a lost island had drawn."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -15,18 +13,12 @@ from torch.utils.data import DataLoader
 from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
 from bagua.membership import ElasticSampler
-from tests.membership.training import PERIOD, among, joined, new_store, run_numbered, survivors, vanish, wrapped
-
-
-class Place(SimpleNamespace):
-    """What a sampler asks of its islands."""
-
-    def deal_out(self, sampler):
-        self.sampler = sampler
+from tests.membership.training import PERIOD, among, joined, learn, new_store, run_numbered, survivors, vanish, wrapped
 
 
 def new_sampler(seat, samples, *, rank=0, ranks=1, size=1, **options):
-    return ElasticSampler(range(samples), Place(seat=seat, place=(rank, ranks), size=size), **options)
+    islands = SimpleNamespace(seat=seat, place=(rank, ranks), size=size, deal_out=lambda sampler: None)
+    return ElasticSampler(range(samples), islands, **options)
 
 
 class Crowd:
@@ -91,24 +83,16 @@ class Crowd:
             self._come(seat, positions[0])
 
 
-events = st.lists(
-    st.tuples(
-        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 5)), max_size=4),
-        st.sets(st.integers(0, 5), max_size=2),
-        st.integers(0, 2),
-    ),
-    max_size=8,
+#: Seats that train, on how many samples, and how many they draw ahead; seats that are lost; newcomers.
+event = st.tuples(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 5)), max_size=4),
+    st.sets(st.integers(0, 5), max_size=2),
+    st.integers(0, 2),
 )
 
 
-def numbered(sampler, position):
-    """How often each index is expected, up to a position."""
-    left = set(position["left"])
-    return Counter(sampler._index(number) for number in range(position["first"]) if number not in left)
-
-
 @pytest.mark.parametrize("calm", [True, False])
-@given(founders=st.integers(1, 3), events=events)
+@given(founders=st.integers(1, 3), events=st.lists(event, max_size=8))
 def test_what_is_trained_on_twice_is_told_and_nothing_else_is(calm, founders, events):
     """At most what lost islands had drawn since their last exchange, and newcomers before their first.
 
@@ -124,7 +108,8 @@ def test_what_is_trained_on_twice_is_told_and_nothing_else_is(calm, founders, ev
     if not calm:  # Newcomers of the last exchange take part in another one.
         crowd.exchange((), 0)
     sampler = next(iter(crowd.members.values()))
-    expected = numbered(sampler, sampler.give())
+    position = sampler.give()
+    expected = Counter(map(sampler._index, {*range(position["first"])} - {*position["left"]}))
     waiting = Counter(one._index(number) for one in crowd.members.values() for number in one._own)
     if calm:
         assert (crowd.trained + waiting, sampler.again) == (expected, 0)
@@ -206,14 +191,11 @@ def test_bad_use_is_refused(act, why):
 
 
 def test_a_sampler_comes_before_the_model_and_alone():
-    with joined(new_store(), 1) as islands:
-        ElasticSampler(range(9), islands)
-        with pytest.raises(ConfigurationError, match="one sampler for each"):
-            ElasticSampler(range(9), islands)
-    with joined(new_store(), 1) as islands:
-        wrapped(islands, "diloco")
-        with pytest.raises(ConfigurationError, match="made before with_bagua"):
-            ElasticSampler(range(9), islands)
+    for already in (lambda islands: ElasticSampler(range(9), islands), wrapped):
+        with joined(new_store(), 1) as islands:
+            already(islands)
+            with pytest.raises(ConfigurationError, match="one sampler for each, made before with_bagua"):
+                ElasticSampler(range(9), islands)
 
 
 def test_workers_of_a_loader_draw_ahead_and_what_they_drew_is_trained_on_next():
@@ -221,12 +203,9 @@ def test_workers_of_a_loader_draw_ahead_and_what_they_drew_is_trained_on_next():
     with joined(new_store(), 1) as islands:
         sampler = ElasticSampler(data, islands, shuffle=False)
         model = wrapped(islands, "local_sgd")
-        (optimizer,) = model.bagua_optimizers
         loader = DataLoader(data, batch_size=3, sampler=sampler, num_workers=1, prefetch_factor=4)
         for number, batch in enumerate(sampler.batches(loader), start=1):
-            optimizer.zero_grad()
-            model(batch.float()[None]).sum().backward()
-            optimizer.step()
+            learn(model, batch.float()[None])
             if number == PERIOD:
                 break
         assert sampler.give()["first"] > 3 * PERIOD
@@ -234,30 +213,17 @@ def test_workers_of_a_loader_draw_ahead_and_what_they_drew_is_trained_on_next():
         assert [int(batch[0]) for batch in sampler.batches(loader)] == list(range(3 * PERIOD, 24, 3))
 
 
-def train_on(sampler, model, before):
-    """Train until the data is over; the samples that this island trained on."""
-    (optimizer,) = model.bagua_optimizers
-    trained = []
-    for step, batch in enumerate(sampler.batches(DataLoader(range(24), batch_size=2, sampler=sampler)), start=1):
-        before(step)
-        trained += batch.tolist()
-        optimizer.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-    return trained
-
-
 @pytest.mark.threads
 def test_what_an_island_that_died_had_not_contributed_is_trained_on_by_the_others():
     def island(islands):
         sampler = ElasticSampler(range(24), islands)
-        model = wrapped(islands, Algorithm.init("local_sgd", sync_every=PERIOD))
-
-        def die(step):
-            if islands.seat == 1 and step == PERIOD + 2:
+        model, trained = wrapped(islands, Algorithm.init("local_sgd", sync_every=PERIOD)), []
+        for batch in sampler.batches(DataLoader(range(24), batch_size=2, sampler=sampler)):
+            if islands.seat == 1 and model.bagua_step == PERIOD + 1:
                 vanish(islands)
-
-        return train_on(sampler, model, die), sampler.again
+            trained += batch.tolist()
+            learn(model, torch.ones(1, 3))
+        return trained, sampler.again
 
     ends = survivors(among(3, island))
     assert len(ends) == 2
@@ -280,17 +246,13 @@ def test_a_newcomer_draws_what_others_do_not_when_it_takes_part(pace):
         with joined(store, 2) as islands:
             sampler = ElasticSampler(range(10**5), islands, shuffle=False)
             model = wrapped(islands, Algorithm.init("local_sgd", sync_every=PERIOD, pace=pace))
-            (optimizer,) = model.bagua_optimizers
-            first, trained, drawn = [], [], iter(sampler)
-            contributed = 0
+            first, trained, drawn, contributed = [], [], iter(sampler), 0
             while contributed < 3:
                 for _ in range(PERIOD - model.bagua_step % PERIOD):
                     mine = [next(drawn) for _ in range(1 + islands.seat)]  # Some draw more.
                     (trained if not late or 2 in islands.members().contributed else first).extend(mine)
                     sampler.record(len(mine))
-                    optimizer.zero_grad()
-                    model(torch.ones(1, 3)).sum().backward()
-                    optimizer.step()
+                    learn(model, torch.ones(1, 3))
                     if model.bagua_step % PERIOD == 0:
                         break
                 contributed += 2 in islands.members().contributed

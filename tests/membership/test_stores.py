@@ -1,57 +1,46 @@
 """Stores where islands meet: those of torch under a bound, etcd, and buckets."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store
 
+from bagua.algorithms import Algorithm
 from bagua.comm import Cells, group_of_seats, open_store
 from bagua.comm.store.bucket import ObjectBucket, bucket_of, cell_name
 from bagua.comm.store.keys import BoundedStore, PolledStore
 from bagua.comm.store.serving import EtcdStore
 from bagua.errors import ConfigurationError, StoreLostError
+from bagua.membership import join_islands
 from bagua.membership.state import Deadlines
-from tests.harness import in_threads, stop_process
-from tests.membership.servers import (
-    ETCD,
-    KEY,
-    SECRET,
-    cluster,
-    free_ports,
-    leader,
-    needs_moto,
-    needs_obstore,
-    new_s3,
-    opened,
-    s3_server,
-)
-from tests.membership.training import PERIOD, check_rows, joined, run, survivors, train, vanish, wrapped
+from bagua.parallel import with_bagua
+from tests.harness import in_threads, stop_process, until
+from tests.launching import free_port
+from tests.membership import servers as local
+from tests.membership.servers import KEY, SECRET, cluster, needs_etcd, needs_moto, needs_obstore, opened
+from tests.membership.training import PERIOD, check_rows, filled, joined, run, survivors, train, vanish, wrapped
 
 #: Each island has a store of its own here, so that silence is a matter of time.
 DEADLINES = Deadlines(beat_s=0.05, silence_s=8.0, suspect_s=2.0, meet_s=60.0, poll_s=0.01)
-needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed: apt-get install etcd-server")
+
+
+def address_of(servers: list[tuple[str, int]]) -> str:
+    return "etcd://" + ",".join(f"{host}:{port}" for host, port in servers)
 
 
 @pytest.fixture(params=["bounded", pytest.param("etcd", marks=needs_etcd)])
 def store(request, tmp_path) -> Iterator[PolledStore]:
-    if request.param == "bounded":
-        found = BoundedStore(HashStore(), timeout_s=5.0)
-        yield found
-        found.close()
-        return
-    with cluster(1, tmp_path) as (servers, _):
-        where = ",".join(f"{host}:{port}" for host, port in servers)
-        found = open_store(f"etcd://{where}", timeout_s=20.0)
+    with cluster(1, tmp_path) if request.param == "etcd" else contextlib.nullcontext(([], [])) as (servers, _):
+        found = open_store(address_of(servers), 20.0) if servers else BoundedStore(HashStore(), timeout_s=5.0)
         yield found
         found.close()
 
@@ -88,25 +77,17 @@ def test_a_store_does_what_torch_expects_of_one(store):
 
 @pytest.mark.gloo
 def test_groups_of_gloo_meet_over_such_a_store(store):
-    groups: dict[int, object] = {}
-
-    def meet(seat: int) -> None:
-        groups[seat] = group_of_seats(store, [3, 8], seat, "epoch1", backend="gloo", timeout_s=10.0, meet_s=10.0)
-
-    other = threading.Thread(target=meet, args=(8,))
-    other.start()
-    meet(3)
-    other.join(60)
-    assert [groups[seat].ranks for seat in (3, 8)] == [(3, 8)] * 2
-    for group in groups.values():
+    options = {"backend": "gloo", "timeout_s": 10.0, "meet_s": 10.0}
+    groups = in_threads(2, lambda number: group_of_seats(store, [3, 8], (3, 8)[number], "epoch1", **options))
+    assert [group.ranks for group in groups] == [(3, 8)] * 2
+    for group in groups:
         group.close()
 
 
 @needs_etcd
 def test_a_cluster_survives_the_loss_of_any_server(tmp_path):
     with cluster(3, tmp_path) as (servers, processes):
-        where = ",".join(f"{host}:{port}" for host, port in servers)
-        store = open_store(f"etcd://{where}", timeout_s=20.0)
+        store = open_store(address_of(servers), timeout_s=20.0)
         store.set("a", "1")
         processes[0].kill()  # The one that is asked first; it may be the leader.
         assert store.get("a") == b"1"
@@ -122,40 +103,30 @@ def test_a_cluster_survives_the_loss_of_any_server(tmp_path):
 
 def test_a_store_that_never_answers_is_given_up():
     release = threading.Event()
-
-    class Stopped(HashStore):
-        def set(self, key: str, value: str) -> None:
-            release.wait(30)
-
-    store = BoundedStore(Stopped(), timeout_s=1.0, limit_s=0.05)
+    stopped = Mock(HashStore, set=lambda *_: release.wait(30), check=lambda keys: False)
+    store = BoundedStore(stopped, timeout_s=1.0, limit_s=0.05)
     for _ in range(3):
         with pytest.raises(DistNetworkError, match=r"did not answer within 0.05 s"):
             store.set("a", "1")
     with pytest.raises(StoreLostError):
         Cells(store, "tcp://somewhere").post("a", 1)
     release.set()
-    deadline = time.monotonic() + 60
-    while True:
+
+    def is_back():
         with contextlib.suppress(DistNetworkError):
-            assert not store.check(["b"])
-            break
-        assert time.monotonic() < deadline
+            return store.check(["b"]) is False
+
+    until(is_back)
 
 
 def test_a_store_that_is_gone_is_not_asked_again():
     """Clients of torch never connect again, and print half a page each time."""
-    asked = []
-
-    class Closed(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            asked.append(keys)
-            raise DistNetworkError("it closed the connection")
-
-    store = BoundedStore(Closed(), timeout_s=1.0)
+    closed = Mock(HashStore, check=Mock(side_effect=DistNetworkError("it closed the connection")))
+    store = BoundedStore(closed, timeout_s=1.0)
     for _ in range(3):
         with pytest.raises(DistNetworkError, match="it closed the connection"):
             store.check(["a"])
-    assert asked == [["a"]]
+    assert closed.check.mock_calls == [call(["a"])]
     store.close()
 
 
@@ -167,7 +138,7 @@ def test_an_address_of_another_form_is_refused(where):
 
 
 def test_nobody_who_listens_is_an_error_that_names_the_command():
-    (port,) = free_ports(1)
+    port = free_port()
     with pytest.raises(StoreLostError, match=f"baguarun --serve-islands 127.0.0.1:{port}"):
         open_store(f"tcp://127.0.0.1:{port}", 0.05)
     with pytest.raises(StoreLostError, match="no server answers at etcd://"):
@@ -187,33 +158,29 @@ def test_who_listens_and_never_answers_is_given_up():
 @pytest.mark.threads
 def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
     with cluster(3, tmp_path) as (servers, processes):
-        where = "etcd://" + ",".join(f"{host}:{port}" for host, port in servers)
         killed = threading.Event()
 
         def island():
-            store = open_store(where, 20.0)
-            with joined(store, 2, deadlines=DEADLINES) as islands:
-                model = wrapped(islands, "diloco")
+            with joined(open_store(address_of(servers), 20.0), 2, deadlines=DEADLINES) as islands:
 
                 def pace(step):
                     if step == PERIOD + 1 and islands.seat == 0:
-                        leader(servers, processes).kill()
+                        local.leader(servers, processes).kill()
                         killed.set()
                     if step == PERIOD + 2:
                         assert killed.wait(60)
                         if islands.seat == 1:
                             vanish(islands)
 
-                return train(islands, model, 3 * PERIOD, pace)
+                return train(islands, wrapped(islands, "diloco"), 3 * PERIOD, pace)
 
         ends = run(2, island)
-    rows = survivors(ends)
-    assert check_rows("diloco", rows) == [(0, 1), (0,), (0,)]
+    assert check_rows("diloco", survivors(ends)) == [(0, 1), (0,), (0,)]
 
 
 @pytest.fixture(scope="module")
 def endpoint():
-    with s3_server() as found:
+    with local.s3_server() as found:
         yield found
 
 
@@ -222,7 +189,7 @@ def again(request, tmp_path):
     """Opens the same bucket, as another process does."""
     if request.param == "file":
         return lambda: opened(f"file://{tmp_path}/run")
-    objects = new_s3(request.getfixturevalue("endpoint"))
+    objects = local.new_s3(request.getfixturevalue("endpoint"))
     return lambda: opened("s3://bucket/run", objects)
 
 
@@ -237,20 +204,59 @@ def test_a_bucket_does_what_islands_expect_of_a_store(again):
     assert bucket_of(part) is store.bucket
 
 
+FORMS = {
+    "plain": {},
+    "streaming": {"fragments": 4, "overlap": 1, "mix": "add", "codec": "int4", "error_feedback": True},
+}
+
+
+def weights_after_five_outer_steps(islands, options):
+    """All weights, and the seat. No two islands begin with the same ones."""
+    sizes = [(3, 8), (8, 8), (8, 8), (8, 1)]
+    model = filled(torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes)), islands.seat, 1 / 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with_bagua(model, optimizer, Algorithm.init("diloco", sync_every=8, **options), between=islands)
+    generator = torch.Generator().manual_seed(100 + islands.seat)
+    for _ in range(5 * 8 + 1):
+        data = torch.randn(4, 3, generator=generator)
+        optimizer.zero_grad()
+        (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    assert all(one.isfinite().all() for one in model.parameters())
+    return islands.seat, torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+@needs_obstore
+@pytest.mark.gloo
+@pytest.mark.parametrize(("size", "form"), [(2, "plain"), (2, "streaming"), (3, "streaming"), (5, "streaming")])
+def test_a_schedule_gives_the_same_bits_over_file_and_over_tcp(tmp_path, where, size, form):
+    def over(place):
+        def job():
+            with join_islands(place, size, timeout=60) as islands:
+                return weights_after_five_outer_steps(islands, FORMS[form])
+
+        ends = run(size, job)
+        assert not [end for end in ends if isinstance(end, BaseException)], ends
+        return dict(ends)
+
+    ours, theirs = over(f"file://{tmp_path}/run"), over(where)
+    assert all(torch.equal(ours[seat], theirs[seat]) for seat in ours)
+
+
 @needs_obstore
 def test_of_those_who_claim_a_cell_at_once_one_wins(again):
     stores = [again() for _ in range(6)]
 
-    def claim(number: int) -> list[bytes]:
-        return [stores[number].compare_set(f"seat/{seat}", "", str(number)) for seat in range(5)]
+    def claim(number: int) -> tuple[bytes, ...]:
+        return tuple(stores[number].compare_set(f"seat/{seat}", "", str(number)) for seat in range(5))
 
-    assert len({tuple(row) for row in in_threads(6, claim)}) == 1
+    assert len({*in_threads(6, claim)}) == 1
 
 
 @needs_obstore
 @needs_moto
 def test_a_server_swaps_values_and_counts(endpoint):
-    store = opened("s3://bucket/run", new_s3(endpoint))
+    store = opened("s3://bucket/run", local.new_s3(endpoint))
     store.compare_set("cell", "", "first")
     assert store.compare_set("cell", "first", "second") == b"second"
     assert store.compare_set("cell", "first", "third") == b"second"
@@ -313,13 +319,11 @@ def test_an_address_with_a_secret_is_refused_without_telling_it(where):
     assert KEY not in str(caught.value)
 
 
-def _whole(error: BaseException) -> str:
-    parts = []
-    found: BaseException | None = error
-    while found is not None:
-        parts.append(repr(found) + str(found))
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
-    return "".join(parts)
+def _whole(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return repr(error) + str(error) + _whole(before)
 
 
 @needs_obstore

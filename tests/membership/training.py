@@ -1,7 +1,5 @@
 """Islands that are threads of this process, what they train, and what must come of it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -51,8 +49,7 @@ class Outer(NamedTuple):
     contributed: tuple[int, ...]
 
 
-def new_store():
-    return thread_store()
+new_store = thread_store
 
 
 class Unsteady(PolledStore):
@@ -62,35 +59,32 @@ class Unsteady(PolledStore):
         super().__init__(timeout_s=5.0)
         self.on = threading.Event()
         self.on.set()
-        self._values: dict[str, bytes] = {}
+        self._kept: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def _check(self) -> None:
+    @property
+    def _values(self) -> dict[str, bytes]:
         if not self.on.is_set():
             raise DistNetworkError("nobody is there")
+        return self._kept
 
     def read(self, keys):
-        self._check()
-        return [self._values.get(key) for key in keys]
+        values = self._values
+        return [values.get(key) for key in keys]
 
     def write(self, key, value):
-        self._check()
         self._values[key] = value
 
     def swap(self, key, expected, desired):
-        self._check()
+        values = self._values
         with self._lock:
-            same = self._values.get(key, b"") == expected
+            same = values.get(key, b"") == expected
             if same:
-                self._values[key] = desired
-            return same, self._values.get(key, expected)
+                values[key] = desired
+            return same, values.get(key, expected)
 
     def remove(self, key):
-        self._check()
         return self._values.pop(key, None) is not None
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 @contextlib.contextmanager
@@ -122,11 +116,17 @@ def fall_silent(islands: Islands) -> None:
     _silent[islands._whole_store].add((islands.seat, islands.place[0]))
 
 
-def new_model(seat: int) -> torch.nn.Module:
-    model = torch.nn.Linear(3, 1, bias=False)
-    with torch.no_grad():  # The seed of torch belongs to all threads.
-        model.weight.copy_(torch.randn(1, 3, generator=torch.Generator().manual_seed(seat)))
+def filled(model: torch.nn.Module, seed: int, scale: float = 1.0) -> torch.nn.Module:
+    """The model with weights of its own for each seed. That of torch belongs to all threads."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def new_model(seat: int) -> torch.nn.Module:
+    return filled(torch.nn.Linear(3, 1, bias=False), seat)
 
 
 def batch(seat: int, rank: int = 0) -> torch.Tensor:
@@ -150,22 +150,23 @@ def wrapped(
     return with_bagua(model, optimizer, chosen, between=islands, **options)
 
 
-def train(
-    islands: Islands,
-    model: torch.nn.Module,
-    steps: int,
-    before: Callable[[int], object] = lambda step: None,
-    period: int = PERIOD,
-    found: list[Outer] | None = None,
-) -> list[Outer]:
-    """Train up to step number ``steps``; what there was after each exchange, which is added to ``found``."""
+def learn(model: torch.nn.Module, data: torch.Tensor) -> None:
+    """One step, to make squares of what the model answers smaller."""
     (optimizer,) = model.bagua_optimizers
+    optimizer.zero_grad()
+    model(data).square().sum().backward()
+    optimizer.step()
+
+
+def train(
+    islands: Islands, model: torch.nn.Module, steps: int, before: Callable[[int], object] = lambda step: None,
+    period: int = PERIOD, found: list[Outer] | None = None,
+) -> list[Outer]:  # fmt: skip
+    """Train up to step number ``steps``; what there was after each exchange, which is added to ``found``."""
     found = [] if found is None else found
     for step in range(model.bagua_step + 1, steps + 1):
         before(step)
-        optimizer.zero_grad()
-        model(batch(islands.seat, islands.place[0]).to(model.weight.dtype)).square().sum().backward()
-        optimizer.step()
+        learn(model, batch(islands.seat, islands.place[0]).to(model.weight.dtype))
         if step % period == 0:
             found.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
     return found
@@ -194,30 +195,16 @@ def among(count: int, job: Callable[[Islands], Any], *, store: Any = None, **opt
 
 
 def train_all(
-    count: int,
-    algorithm: str | Algorithm = "diloco",
-    periods: int = 3,
-    before: Callable[[Islands, torch.nn.Module, int], object] = lambda islands, model, step: None,
-    *,
-    store: Any = None,
-    **options: Any,
-) -> list[Any]:
-    """What so many islands that begin together have after their exchanges, or how they end.
-
-    Args:
-        count: number of islands.
-        algorithm: what they train with.
-        periods: number of periods.
-        before: is called with the islands, the model and the number of the step, before each step.
-        store: where they meet.
-        options: of ``joined``.
-    """
+    count: int, algorithm: str = "diloco", periods: int = 3,
+    before: Callable[[Islands, torch.nn.Module, int], object] = lambda islands, model, step: None, **options: Any,
+) -> list[Any]:  # fmt: skip
+    """What so many islands that begin together have after their exchanges, or how they end."""
 
     def job(islands: Islands) -> list[Outer]:
         model = wrapped(islands, algorithm)
         return train(islands, model, periods * PERIOD, lambda step: before(islands, model, step))
 
-    return among(count, job, store=store, **options)
+    return among(count, job, **options)
 
 
 def survivors(ends: Sequence[Any]) -> list[Any]:
@@ -227,14 +214,8 @@ def survivors(ends: Sequence[Any]) -> list[Any]:
 
 def run_numbered(count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Like ``run``, with the number of the thread as the last argument."""
-    lock, numbers = threading.Lock(), iter(range(count))
-
-    def numbered() -> Any:
-        with lock:
-            number = next(numbers)
-        return job(*arguments, number)
-
-    return run(count, numbered)
+    numbers = itertools.count()
+    return run(count, lambda: job(*arguments, next(numbers)))
 
 
 def _ends(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -245,9 +226,9 @@ def _ends(outcomes: Sequence[Outcome]) -> list[Any]:
     return [outcome.value if outcome.error is None else outcome.error for outcome in outcomes]
 
 
-def run_islands(count: int, job: Callable[[int], Any], *, deadline_s: float = 60.0) -> list[list[Any]]:
+def run_islands(count: int, job: Callable[[int], Any]) -> list[list[Any]]:
     """What ``job(number of the island)`` returned, or raised, on each of the ranks of each island; by island."""
-    return in_threads(count, lambda number: _ends(ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)))
+    return in_threads(count, lambda number: _ends(ThreadRanks(RANKS, deadline_s=60.0).outcomes(job, number)))
 
 
 def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
@@ -306,16 +287,15 @@ def train_to_a_fault(
 ) -> list[Any]:
     """Train three islands up to the last of ``steps``; between the first and the second of them ``fault(islands)``
     is called on seat 1 at each step of each collective."""
-    store = new_store()
 
-    def island() -> list[Outer]:
+    def island(islands: Islands) -> list[Outer]:
         armed: list[bool] = []
 
         def hook(step: Step) -> None:
             if armed and islands.seat == 1 and step.call.kind in ("allreduce", "allgather"):
                 fault(islands)
 
-        with joined(store, 3) as islands, inject_fault(hook):
+        with inject_fault(hook):
             model = model_of(islands)
             rows = train(islands, model, steps[0], period=period)
             armed.append(True)
@@ -323,16 +303,13 @@ def train_to_a_fault(
             armed.clear()
             return rows + train(islands, model, steps[2], period=period)
 
-    return run(3, island)
+    return among(3, island)
 
 
 def ends_of_each_fault(train_to: Callable[[Fault], list[Any]], skipped: float = 0.0, most: int = 1000) -> Iterator[Any]:
-    """How all end where one dies at one step of ``train_to`` after the other.
+    """How all end where one dies at one step after the other at which ``train_to`` calls what it is given.
 
-    Args:
-        train_to: trains, and calls what it is given at each step at which one may die.
-        skipped: share of the steps that nobody dies at, from the first one on.
-        most: number of steps to try, about.
+    Nobody dies at the first steps, of which ``skipped`` is the share; of the others ``most`` are tried, about.
     """
     passed: list[None] = []
     train_to(lambda islands: passed.append(None))
@@ -344,16 +321,16 @@ def ends_of_each_fault(train_to: Callable[[Fault], list[Any]], skipped: float = 
         yield ends
 
 
-def run_with_newcomer(
-    island: Callable[[], AbstractContextManager[Islands]], algorithm: str
-) -> list[tuple[list[Outer], str]]:
-    """Two train for five periods; a third one comes in the middle of the second. What they have, and why."""
+def check_newcomer(island: Callable[[], AbstractContextManager[Islands]], algorithm: str) -> Sequence[str]:
+    """Two train for five periods; a third one comes in the middle of the second. Why, as all say in the end.
+
+    It had the state before it came in, and trains on from where the others are.
+    """
     came, seen, inside = threading.Event(), threading.Event(), threading.Event()
 
     def job(number: int) -> tuple[list[Outer], str]:
         late = number == 2
-        if late:
-            assert seen.wait(60)
+        assert not late or seen.wait(60)
         with island() as islands:
             if late:
                 came.set()
@@ -370,13 +347,10 @@ def run_with_newcomer(
 
             return train(islands, model, 5 * PERIOD, let_in), islands.why()
 
-    return run_numbered(3, job)
-
-
-def check_newcomer(algorithm: str, rows: Sequence[Sequence[Outer]]) -> None:
-    """It had the state before it came in, and trains on from where the others are."""
+    rows, reasons = zip(*run_numbered(3, job), strict=True)
     assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
     assert check_rows(algorithm, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    return reasons
 
 
 def check_equal(rows: Sequence[Sequence[Outer]]) -> dict[int, Outer]:
