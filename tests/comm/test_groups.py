@@ -156,7 +156,8 @@ def test_what_is_no_set_of_ranks(thread_ranks, wrong):
 def ask_for_different_groups():
     with pytest.raises(errors.CollectiveMismatchError, match="different groups") as caught:
         bagua.comm.new_group([0, 1] if bagua.comm.get_rank() == 0 else [0, 2])
-    assert all(asked in str(caught.value) for asked in ("[0, 1]", "[0, 2]"))
+    assert "[0, 1]" in str(caught.value)
+    assert "[0, 2]" in str(caught.value)
     return total(bagua.comm.new_group([0, 1, 2]).global_communicator)
 
 
