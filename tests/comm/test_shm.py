@@ -69,7 +69,9 @@ def mix_memory() -> None:
             comm.allreduce(tensor)
             assert torch.equal(tensor, summed(comm, numel))
             output = torch.empty(comm.size * numel)
-            comm.allgather(output, tensor + comm.rank if comm.rank == special else tensor)
+            comm.allgather(output, tensor + 1 if comm.rank == special else tensor)
+            for rank, row in enumerate(output.view(comm.size, numel)):
+                assert torch.equal(row, summed(comm, numel) + (rank == special))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
