@@ -6,6 +6,7 @@ Then gradients on their way into the buckets, as they arrive in a backward pass.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -76,8 +77,9 @@ def refuse_graph(_: torch.nn.Parameter) -> None:
 
 #: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs
 #: microseconds. They are still in the processor's cache then, and take little memory beside the bucket.
-TOGETHER_BYTES = 64 * 1024
-#: Up to here gradients are copied together and multiplied together; a larger one is multiplied on its way.
+_TOGETHER_BYTES = 64 * 1024
+#: Up to here gradients are copied together, and multiplied together when the bucket is complete; a larger one is
+#: multiplied on its way.
 _SMALL_BYTES = 16 * 1024
 
 
@@ -88,26 +90,19 @@ class Slot:
         arrival: arrival of the gradients of the bucket.
         view: the parameter's part of the flat gradients; None if they are not gathered.
         nbytes: bytes of ``view``.
-        part: first element of ``view`` in the flat gradients, and the first one of what follows.
+        closes: True if gradients that are waiting are gathered when this one comes.
         ready: number of the last backward pass that brought its gradient.
     """
 
-    __slots__ = ("arrival", "name", "nbytes", "parameter", "part", "ready", "view")
+    __slots__ = ("arrival", "closes", "name", "nbytes", "parameter", "ready", "view")
 
-    def __init__(
-        self,
-        name: str,
-        parameter: torch.nn.Parameter,
-        arrival: Arrival,
-        view: torch.Tensor | None,
-        part: tuple[int, int],
-    ) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, arrival: Arrival, view: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = parameter
         self.arrival = arrival
         self.view = view
         self.nbytes = 0 if view is None else view.nbytes
-        self.part = part
+        self.closes = False
         self.ready = -1
 
 
@@ -121,26 +116,35 @@ class Arrival:
         fusion: True if parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
         waiting: slots whose gradients are there, and not yet in the bucket.
-        waiting_bytes: bytes of these gradients.
     """
 
-    __slots__ = ("_factor", "bucket", "fusion", "pending", "scale", "slots", "waiting", "waiting_bytes")
+    __slots__ = ("_factor", "_has_large", "_small", "bucket", "fusion", "pending", "scale", "slots", "waiting")
 
     def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
         self.bucket = bucket
-        parts = zip(bucket.offsets, (*bucket.offsets[1:], bucket.numel), strict=True)
         self.slots = [
-            Slot(name, parameter, self, view, part)
-            for name, parameter, view, part in zip(bucket.names, bucket.parameters, views, parts, strict=True)
+            Slot(name, parameter, self, view)
+            for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
         ]
+        #: The parts of the flat gradients that hold small ones.
+        self._small: list[torch.Tensor] = []
+        if gathers and bucket.gradients is not None:
+            ends = zip(self.slots, bucket.offsets, (*bucket.offsets[1:], bucket.numel), strict=True)
+            parts = [(first, stop) for slot, first, stop in ends if slot.nbytes <= _SMALL_BYTES]
+            self._small = [bucket.gradients[first:stop] for first, stop in _runs(parts)]
+        self._has_large = any(slot.nbytes > _SMALL_BYTES for slot in self.slots)
         self.pending = len(self.slots)
         self.fusion = bucket.fusion
         self.scale: torch.Tensor | None = None
         self._factor = 1.0
         self.waiting: list[Slot] = []
-        self.waiting_bytes = 0
+        together = 0
+        for slot in self.slots:  # Gradients come in their order, as a rule.
+            together += slot.nbytes
+            if together > _TOGETHER_BYTES:
+                slot.closes, together = True, 0
 
     def begin(self, factor: float) -> None:
         """A backward pass starts, whose gradients are multiplied by ``factor``."""
@@ -151,34 +155,38 @@ class Arrival:
             exact = self.bucket.dtype in (torch.float32, torch.float64)
             dtype = self.bucket.dtype if exact else torch.float64
             self.scale = None if factor == 1.0 else torch.tensor(factor, dtype=dtype, device="cpu")
-        self.waiting, self.waiting_bytes = [], 0
+        self.waiting = []
 
     def gather(self) -> None:
-        """Put the gradients that are waiting into the bucket."""
-        waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
-        scale, dtype = self.scale, self.bucket.dtype
-        moved, gradients, views, parts = [], [], [], []
-        for slot in waiting:
-            gradient, view = slot.parameter.grad, slot.view
-            assert view is not None
-            if gradient is not view:
+        """Put the gradients that are waiting into the bucket. The last ones complete it: small ones are multiplied."""
+        waiting, self.waiting = self.waiting, []
+        gradients: list[Any] = [slot.parameter.grad for slot in waiting]
+        try:
+            self._copy(waiting, gradients)
+        except (RuntimeError, TypeError):
+            for slot, gradient in zip(waiting, gradients, strict=True):
                 if gradient is None or gradient.layout is not torch.strided:
-                    raise unusable(slot.name, gradient)
-                moved.append(slot)
-                if scale is not None and (slot.nbytes > _SMALL_BYTES or gradient.dtype is not dtype):
-                    torch.mul(gradient, scale, out=view)
-                    continue
-                gradients.append(gradient)
-                views.append(view)
-            parts.append(slot.part)
-        if views:
-            torch._foreach_copy_(views, gradients)
-        if scale is not None and self.bucket.gradients is not None:
-            for first, stop in _runs(parts):
-                self.bucket.gradients[first:stop].mul_(scale)
+                    raise unusable(slot.name, gradient) from None
+            raise
         if self.fusion:
-            for slot in moved:
+            for slot in waiting:
                 slot.parameter.grad = slot.view
+        if self.pending == 0 and self.scale is not None:
+            for part in self._small:
+                part.mul_(self.scale)
+
+    def _copy(self, slots: list[Slot], gradients: list[Any]) -> None:
+        scale, views = self.scale, [slot.view for slot in slots]
+        if scale is None or not self._has_large:
+            if views:
+                torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
+            return
+        for slot, view, gradient in zip(slots, views, gradients, strict=True):
+            assert view is not None
+            if slot.nbytes > _SMALL_BYTES:
+                torch.mul(gradient, scale, out=view)
+            else:
+                view.copy_(gradient)
 
 
 def _runs(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -115,11 +115,12 @@ class Registration:
                     if held is not None and name not in self._ignored:
                         self._places.append(_Place(table, key, name, held))
         self._sizes = list(map(len, self._tables))
+        self._filled = [table for table in self._tables if table]
         self._contents = list(self._held_now())
 
     def _held_now(self) -> Iterable[Any]:
-        """What the tables hold, in their order."""
-        return chain.from_iterable(map(dict.values, self._tables))
+        """What the tables hold that held something, in their order."""
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def remember_storages(self) -> None:
         """Take the present storages of the parameters as the right ones."""

@@ -13,7 +13,7 @@ from bagua.algorithms import OF_BUCKETS, OF_GRADIENTS, POINTS, Exchange, Flight,
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
-from bagua.engine.gradients import TOGETHER_BYTES, Arrival, Slot
+from bagua.engine.gradients import Arrival, Slot
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Clock, Course, follows_gradients, gathers, memory_for, put_together
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
@@ -351,8 +351,7 @@ class Scheduler:
         arrival.pending -= 1
         if slot.view is not None:
             arrival.waiting.append(slot)
-            arrival.waiting_bytes += slot.nbytes
-            if arrival.pending == 0 or arrival.waiting_bytes > TOGETHER_BYTES:
+            if slot.closes or arrival.pending == 0:
                 arrival.gather()
         if arrival.pending == 0 or not self._begun:
             self.launch_ready()
@@ -408,18 +407,18 @@ class Scheduler:
     def fill_missing(self, missing: Sequence[Slot]) -> list[Slot]:
         """Count missing gradients as zero; return the slots that had none."""
         without = [slot for slot in missing if slot.parameter.grad is None]
-        for slot in missing:
-            if slot.parameter.grad is not None:  # accumulated before, without synchronization
-                self.take(slot.parameter)
-                continue
+        for slot in without:
             slot.ready = self._backward
             slot.arrival.pending -= 1
             if slot.view is not None:
                 slot.view.zero_()
                 if slot.arrival.fusion:
                     slot.parameter.grad = slot.view
-        for arrival in self._arrivals:
-            arrival.gather()
+                if slot.arrival.pending == 0:
+                    slot.arrival.gather()
+        for slot in missing:
+            if slot.ready != self._backward:  # accumulated before, without synchronization
+                self.take(slot.parameter)
         return without
 
     def complete(self) -> None:
