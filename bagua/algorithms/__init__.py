@@ -27,16 +27,14 @@ if TYPE_CHECKING:
     from bagua.algorithms.async_model_average import *
     from bagua.algorithms.decentralized import *
     from bagua.algorithms.exchanges.gossip import *
-    from bagua.algorithms.gradients.dion import *
+    from bagua.algorithms.gradients.low_rank import *
     from bagua.algorithms.gradients.one_bit import *
-    from bagua.algorithms.gradients.power_sgd import *
     from bagua.algorithms.gradients.q_adam import *
     from bagua.algorithms.gradients.quantized import *
     from bagua.algorithms.gradients.scatter_gather import *
     from bagua.algorithms.gradients.top_k import *
     from bagua.algorithms.local.diloco import *
     from bagua.algorithms.local.local_sgd import *
-    from bagua.algorithms.local.slowmo import *
     from bagua.algorithms.local.sparse_loco import *
 
 __all__ = ["LocalUpdates", "ReducedGradients"]
@@ -48,7 +46,7 @@ _ALGORITHMS = {
     "gradient_allreduce": ("gradients.gradient_allreduce", "GradientAllReduce"),
     "scatter_gather_allreduce": ("gradients.scatter_gather", "ScatterGatherAllReduce"),
     "bytegrad": ("gradients.quantized", "ByteGrad"),
-    "power_sgd": ("gradients.power_sgd", "PowerSGD"),
+    "power_sgd": ("gradients.low_rank", "PowerSGD"),
     "top_k": ("gradients.top_k", "TopK"),
     "sign_sgd": ("gradients.quantized", "SignSGD"),
     "decentralized": ("decentralized", "Decentralized"),
@@ -56,10 +54,10 @@ _ALGORITHMS = {
     "qadam": ("gradients.q_adam", "QAdam"),
     "one_bit_adam": ("gradients.one_bit", "OneBitAdam"),
     "loco": ("gradients.quantized", "LoCo"),
-    "dion": ("gradients.dion", "Dion"),
+    "dion": ("gradients.low_rank", "Dion"),
     "one_bit_lamb": ("gradients.one_bit", "OneBitLamb"),
     "local_sgd": ("local.local_sgd", "LocalSGD"),
-    "slowmo": ("local.slowmo", "SlowMo", "SlowStep"),
+    "slowmo": ("local.local_sgd", "SlowMo", "SlowStep"),
     "diloco": ("local.diloco", "DiLoCo"),
     "sparse_loco": ("local.sparse_loco", "SparseLoCo"),
     "async": ("async_model_average", "AsyncModelAverage"),
