@@ -7,7 +7,9 @@ What the engine's tests and the contract of algorithms have in common. Ranks tha
 
 import contextlib
 import copy
+import functools
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -184,3 +186,39 @@ def assert_close(state: State, expected: State) -> None:
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), (
             f"{name} is wrong by up to {(value - expected[name]).abs().max().item():.2g}"
         )
+
+
+def on_ranks(
+    size: int | str, check: Callable[[list[Any]], object] | None = None, *, pool: str = "thread_pool", **options: Any
+) -> Callable[..., Any]:
+    """The decorated test runs on ranks, with its arguments on each; a test at the top level also on processes.
+
+    Args:
+        size: number of ranks, or the argument of the test that says it.
+        check: gets what the ranks return, in their order.
+        pool: name of the fixture with the ranks: by default threads; ``rank_pool`` is all transports.
+        options: those of ``RankPool.run``.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            ranks = arguments.pop(pool)
+            number = arguments[size] if isinstance(size, str) else size
+            returned = ranks.run(functools.partial(test, **arguments), size=number, **options)
+            if check is not None:
+                check(returned)
+
+        ranks = inspect.Parameter(pool, inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = inspect.Signature([*inspect.signature(test).parameters.values(), ranks])  # type: ignore[attr-defined]
+        test.__qualname__ += ".__wrapped__"  # Under this name processes find what each rank does.
+        return run
+
+    return decorate
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """One step of a training loop. The loss may have been computed before the old gradients go."""
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()

@@ -15,6 +15,7 @@ from bagua.advise.advice import RECIPES, asked_for, ranked
 from bagua.advise.measure import Others
 from bagua.algorithms import ByteGradAlgorithm
 from bagua.errors import ConfigurationError
+from tests.harness import descend
 
 INT4, EIGHT_BITS = RECIPES["local_sgd"]
 FACTS = advise.ModelFacts((advise.ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
@@ -94,13 +95,7 @@ def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: p
 def training(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.ones(2, next(model.parameters()).shape[1])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        optimizer.step()
-
-    return optimizer, step
+    return optimizer, lambda: descend(optimizer, model(inputs).sum())
 
 
 def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from bagua.link import parse_link
 from bagua.testing import ThreadRanks
 from benchmarks import lab_calls
 from benchmarks.lab_calls import link_facts
+from tests.contract.exercises import communicator
 from tests.harness import in_threads
 
 Wanted = dict[tuple[str, int], int]
@@ -57,7 +58,7 @@ def test_a_slow_link_is_measured_with_few_bytes() -> None:
 def usual(before: Callable[[], object] | None) -> dict[tuple[str, int], float]:
     """Mean seconds of three calls of one kind, one of another, and none of a third."""
     wanted = {("allreduce", 64): 3, ("sendrecv", 1024): 1, ("alltoall", 64): 0}
-    found = advise.measure.usual_calls(get_default_group().global_communicator, wanted, before)
+    found = advise.measure.usual_calls(communicator(), wanted, before)
     return {key: one.mean_s for key, one in found.items()}
 
 
@@ -82,12 +83,9 @@ def test_the_few_calls_that_take_long_count_as_steps_count_them(monkeypatch: pyt
         act()
         return left[get_rank()].pop(0)
 
-    def calls_of_nine() -> tuple[float, float]:
-        found = advise.measure.usual_calls(get_default_group().global_communicator, {key: 9}, lambda: None)[key]
-        return found.mean_s, found.median_s
-
     monkeypatch.setattr(advise.measure, "_seconds", seconds)
-    assert ThreadRanks(2).run(calls_of_nine) == [(2.0, 1.0)] * 2
+    for found in ThreadRanks(2).run(lambda: advise.measure.usual_calls(communicator(), {key: 9}, lambda: None)[key]):
+        assert (found.mean_s, found.median_s) == (2.0, 1.0)
 
 
 def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +98,11 @@ def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(advise.measure, "usual_calls", usual)
     monkeypatch.setattr(advise.measure, "usable_cores", lambda: 2)
 
-    def facts(clock: Callable[[], float] | None) -> CallFacts:
-        return advise.measure.call_facts(get_default_group().global_communicator, clock)[0][0]
-
-    seen = ThreadRanks(2).run(facts, lambda: 0.0)[0]
+    seen = ThreadRanks(2).run(lambda: advise.measure.call_facts(communicator(), lambda: 0.0))[0][0][0]
     assert (seen.message_s, seen.busy, seen.busy_bytes) == (2.0, 0.25, 0.5)
     assert [added_s for _, added_s in seen.points] == [4.0] * 3
     # Four ranks on two cores: none can have had more than a half. Without a clock, it had that.
-    crowded = ThreadRanks(4).run(facts, None)[0]
+    crowded = ThreadRanks(4).run(lambda: advise.measure.call_facts(communicator(), None))[0][0][0]
     assert (crowded.busy, crowded.busy_bytes) == (0.5, 0.5)
 
 

@@ -22,15 +22,25 @@ from bagua.cli import watch as command
 from bagua.cli.main import main
 from bagua.errors import NotInitializedError
 from bagua.testing import ProcessRanks, this_rank
+from tests.harness import on_ranks
 
 STEPS = 24
 SEEN = RankReport("host", 100, 0.010, 0.004, 400_000, 100)
 FACTS = ModelFacts((ParameterFacts("weight", (512, 512), "float32", 0.004),), (0.006, 0.006), "SGD")
 
 
-def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], RankReport | None, str]:
+@pytest.fixture
+def pool() -> ProcessRanks:
+    return ProcessRanks(2, backend=None)
+
+
+def meet(place: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=this_rank.get().rank, world_size=2)
+
+
+def train(place: Path, watched: bool) -> tuple[list[torch.Tensor], RankReport | None, str]:
     """Weights after some steps of torch's DDP over Gloo with a buffer, what this rank saw, and the verdict."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
+    meet(place)
     seeing = watch() if watched else None
     verdict._expected = lambda *_: []  # That takes seconds, and has a test of its own.
     torch.manual_seed(0)
@@ -49,9 +59,9 @@ def train(meeting: str, watched: bool) -> tuple[list[torch.Tensor], RankReport |
     return weights, seen, said
 
 
-def shard(meeting: str) -> tuple[float, int, int, str]:
-    """Sum of the weights after some steps of FSDP2, calls and bytes that were seen, and the verdict."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
+@on_ranks(2, pool="pool")
+def test_shards_of_fsdp_are_seen(tmp_path: Path) -> None:
+    meet(tmp_path / "meeting")
     seeing = watch()
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(8, 8, bias=False), mesh=init_device_mesh("cpu", (2,)))
@@ -60,14 +70,18 @@ def shard(meeting: str) -> tuple[float, int, int, str]:
         model(torch.ones(4, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    seen, said = seeing.seen(), seeing.end()
+    seen, said, rank = seeing.seen(), seeing.end(), dist.get_rank()
     dist.destroy_process_group()
-    return seen.waiting_s, seen.calls, seen.nbytes, said
+    # A step gathers the halves, and reduces and scatters a gradient.
+    assert (seen.calls, seen.nbytes) == (2 * STEPS, STEPS * 4 * (8 * 8 // 2 + 8 * 8))
+    assert seen.waiting_s > 0
+    assert said == "" if rank else "rank 0 put" in said
 
 
-def collectives(meeting: str) -> tuple[int, int]:
-    """Calls and bytes of plain collectives, half of them after the end of the watch."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=this_rank.get().rank, world_size=2)
+@on_ranks(2, pool="pool")
+def test_plain_collectives_count_the_input_of_a_rank(tmp_path: Path) -> None:
+    """Half of them come after the end of the watch."""
+    meet(tmp_path / "meeting")
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
     seeing = TorchWatch()
     for _ in range(2):
@@ -80,16 +94,11 @@ def collectives(meeting: str) -> tuple[int, int]:
         dist.barrier()
         seeing.calls.end()
     dist.destroy_process_group()
-    return seeing.calls.calls, seeing.calls.input_bytes
-
-
-@pytest.fixture
-def pool() -> ProcessRanks:
-    return ProcessRanks(2, backend=None)
+    assert (seeing.calls.calls, seeing.calls.input_bytes) == (7, 4 * (10 + 10 + 3 + 3 + 4) + 8 * 5)
 
 
 def test_bytes_are_exact_and_results_are_those_of_torch(pool: ProcessRanks, tmp_path: Path) -> None:
-    alone, seeing = (pool.run(train, f"{tmp_path}/{watched}", watched) for watched in (False, True))
+    alone, seeing = (pool.run(train, tmp_path / str(watched), watched) for watched in (False, True))
     for (before, _, _), (after, _, _) in zip(alone, seeing, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     # Three steps of four exchange gradients. DDP sends its buffers before each pass but those that follow the fourth,
@@ -101,19 +110,6 @@ def test_bytes_are_exact_and_results_are_those_of_torch(pool: ProcessRanks, tmp_
         assert 0 < seen.waiting_s <= seen.step_s
     assert "rank 0 put" in seeing[0][2]
     assert seeing[1][2] == ""
-
-
-def test_shards_of_fsdp_are_seen(pool: ProcessRanks, tmp_path: Path) -> None:
-    (waiting_s, calls, nbytes, said), (*_, other) = pool.run(shard, f"{tmp_path}/meeting")
-    # A step gathers the halves, and reduces and scatters a gradient.
-    assert (calls, nbytes) == (2 * STEPS, STEPS * 4 * (8 * 8 // 2 + 8 * 8))
-    assert waiting_s > 0
-    assert "rank 0 put" in said
-    assert other == ""
-
-
-def test_plain_collectives_count_the_input_of_a_rank(pool: ProcessRanks, tmp_path: Path) -> None:
-    assert pool.run(collectives, f"{tmp_path}/meeting") == [(7, 4 * (10 + 10 + 3 + 3 + 4) + 8 * 5)] * 2
 
 
 @pytest.fixture

@@ -2,9 +2,4 @@
 
 import pytest
 
-from bagua.testing import RankPool
-
-
-@pytest.fixture
-def pool(thread_pool: RankPool) -> RankPool:
-    return thread_pool
+pool = pytest.fixture(lambda thread_pool: thread_pool)

@@ -42,12 +42,9 @@ class Replicas:
     """A model and an optimizer for each rank."""
 
     def __init__(
-        self,
-        size: int,
-        make_optimizer: OptimizerMaker = plain_sgd,
-        make: Callable[[], nn.Module] = mlp,
+        self, size: int, make_optimizer: OptimizerMaker = plain_sgd, make: Callable[[], nn.Module] = mlp,
         losses: Losses = harness.loss_of,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.models = [make() for _ in range(size)]
         self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
         self.named = [dict(model.named_parameters()) for model in self.models]
@@ -115,6 +112,7 @@ def train(algorithm: Algorithm, make: OptimizerMaker, steps: int = STEPS) -> tup
 def train_alike(ranks: Callable[..., list], algorithm: Algorithm, make: OptimizerMaker) -> tuple[State, Layout]:
     results = ranks(SIZE, train, algorithm, make)
     assert_same_on_all_ranks([state for state, _ in results])
+    assert len(results[0][1]) > 1, "one bucket hides what is wrong with several"
     return results[0]
 
 
@@ -146,15 +144,9 @@ def gradients_of(model: torch.nn.Module, rank: int, step: int, losses: Losses = 
 
 
 def simulate(
-    layout: Layout,
-    combine: Combine,
-    make: OptimizerMaker,
-    steps: int | Sequence[int] = STEPS,
-    *,
-    size: int = SIZE,
-    model: torch.nn.Module | None = None,
-    losses: Losses = loss_of,
-) -> State:
+    layout: Layout, combine: Combine, make: OptimizerMaker, steps: int | Sequence[int] = STEPS, *,
+    size: int = SIZE, model: nn.Module | None = None, losses: Losses = loss_of,
+) -> State:  # fmt: skip
     """Gradients of everyone, combined for each bucket, and one optimizer for all."""
     model = model or model_of()
     optimizer = make(model.parameters())
@@ -185,14 +177,11 @@ def whole_layout(names: Sequence[str] | None = None) -> tuple[int, Places]:
     return end, places
 
 
-#: What a rank's difference from the anchor becomes: (differences of all ranks) -> what is subtracted from the anchor.
-OuterRule = Callable[[Flats], torch.Tensor]
-
-
 def simulate_local(
-    rule: OuterRule | None, every: int, make: OptimizerMaker, left: Callable[[], Flats] | None = None
-) -> list[State]:
-    """Every rank trains alone; every so often a rule makes one step of all their differences from the anchor.
+    rule: Callable[[Flats], torch.Tensor] | None, every: int, make: OptimizerMaker,
+    left: Callable[[], Flats] | None = None,
+) -> list[State]:  # fmt: skip
+    """Every rank trains alone; every so often a rule makes of all their differences what the anchor loses.
 
     What is ``left`` after it is the difference of each rank from the new anchor; nothing, if that is None.
     """

@@ -1,7 +1,6 @@
 """Algorithms on CUDA tensors, on ranks that may share a GPU. Only a machine with a GPU runs these tests."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook
 from bagua.parallel import with_bagua
 from bagua.testing import ProcessRanks, RankPool
 from tests import harness
-from tests.algorithms.test_toys import SYNCHRONOUS, of_each
+from tests.algorithms.test_toys import SYNCHRONOUS, assert_resumes_bit_by_bit, columns, of_each
 from tests.contract import algorithms as contract
 from tests.contract.algorithms import train
 from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import Loop, of_this_rank
+from tests.parallel.wrapping import Loop, of_this_rank, on_ranks
 from tests.versions import nccl_ranks
 
 pytestmark = pytest.mark.nccl
@@ -40,11 +39,6 @@ def pool(request: pytest.FixtureRequest) -> RankPool:
     return ProcessRanks(2, backend=request.param, environment={"TESTS_DEVICE": "cuda:0"})
 
 
-def columns(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
-    """What the ranks returned for each call."""
-    return list(zip(*of_ranks, strict=True))
-
-
 assert_bits_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -62,11 +56,7 @@ def test_local_updates_end_where_they_end_on_the_cpu(pool: RankPool, thread_pool
 
 
 def test_training_resumes_bit_by_bit(pool: RankPool) -> None:
-    calls = IN_STEP + ALONE
-    whole, saved = (columns(pool.run(of_each, function, calls)) for function in (train, contract.train_and_save))
-    checkpoints = [[one for (one,) in of_ranks] for of_ranks in saved]
-    again = [(*call, states, contract.ONE_BUCKET_BYTES) for call, states in zip(calls, checkpoints, strict=True)]
-    assert_bits_equal(whole, columns(pool.run(of_each, contract.resume_and_train, again)))
+    assert_resumes_bit_by_bit(pool, IN_STEP + ALONE)
 
 
 def test_an_inf_on_one_rank_poisons_nothing(pool: RankPool) -> None:
@@ -101,17 +91,13 @@ def test_what_runs_late_on_a_stream_is_waited_for(pool: RankPool) -> None:
     assert_bits_equal(*runs)
 
 
-def train_in_background() -> tuple[State, int]:
+@on_ranks(2, assert_same_on_all_ranks, pool="pool")
+def test_averaging_in_the_background_ends_with_equal_weights() -> State:
     loop = Loop("with_bagua", of_this_rank, algorithm=Algorithm.init("async", sync_interval_ms=1))
     loop.train(50)
     loop.wrapped.bagua_algorithm.abort(loop.wrapped)
-    return snapshot(loop.model), int(bagua.torch_api.metrics()["comm/averages"])
-
-
-def test_averaging_in_the_background_ends_with_equal_weights(pool: RankPool) -> None:
-    results = pool.run(train_in_background)
-    assert_same_on_all_ranks([state for state, _ in results])
-    assert all(averages > 0 for _, averages in results)
+    assert bagua.torch_api.metrics()["comm/averages"] > 0
+    return snapshot(loop.model)
 
 
 def with_hook() -> State:
@@ -130,15 +116,12 @@ def test_the_hook_of_ddp_exchanges_cuda_gradients(pool: RankPool) -> None:
         assert torch.allclose(value, expected[name], atol=0.02), name
 
 
-def with_uneven_data() -> State:
+@on_ranks(2, assert_same_on_all_ranks, pool="pool")
+def test_ranks_with_more_data_go_on_alone() -> State:
     loop = Loop("with_bagua")
     with loop.wrapped.join():
         loop.train(4 + 2 * loop.rank)
     return snapshot(loop.model)
-
-
-def test_ranks_with_more_data_go_on_alone(pool: RankPool) -> None:
-    assert_same_on_all_ranks(pool.run(with_uneven_data))
 
 
 def on_the_default_device() -> list[State]:

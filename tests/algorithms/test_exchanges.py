@@ -16,9 +16,7 @@ import bagua.comm
 from bagua import algorithms
 from bagua.algorithms import Add, Algorithm, Difference, Every, Exchange, Gradients, Mean, Parts, Replace, Weights
 from bagua.comm import ProcessGroup, Work
-from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.compression import MinMaxUInt8, TopK
-from bagua.engine.formation import Formation
 from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import bagua_init, with_bagua
@@ -261,7 +259,8 @@ def test_what_was_sent_is_known_without_the_factor_of_the_mean(thread_ranks, par
             flight.flat.copy_(flight.sent)
             super().fold(flight)
 
-    monkeypatch.setattr(Formation, "concern_step", lambda *_: None)  # Each rank steps with its own gradients.
+    # Each rank steps with its own gradients.
+    monkeypatch.setattr("bagua.engine.formation.Formation.concern_step", lambda *_: None)
     algorithm = Algorithm.of(replace(BY_LAYER, then=OwnShare(), parts=parts))
     alone = Replicas(2)
     for number in range(6):
@@ -318,9 +317,8 @@ def test_parts_of_what_remembers_do_not_change_from_phase_to_phase():
     """The anchor of a label lies in its parts: others began with a new one, and nothing was said."""
     whole = Exchange(Difference(), Every(2), Mean(), NESTEROV, parts=WHOLE)
     halves = replace(whole, parts=Parts(2, "strided"))
-    with pytest.raises(ConfigurationError, match=r"anchor.* would begin anew where the parts change") as caught:
+    with pytest.raises(ConfigurationError, match=r"anchor.* would begin anew where the parts change.*another label"):
         Followed(whole, halves).reify(bagua.comm.solo_group())
-    assert "another label" in str(caught.value)
     for later in (replace(halves, label="later"), whole):
         Followed(whole, later).reify(bagua.comm.solo_group())
 
@@ -490,7 +488,7 @@ class InTurn(Mean):
 
 
 def test_over_a_network_buckets_take_turns_on_two_lanes(thread_ranks, monkeypatch):
-    monkeypatch.setattr(MemoryTransport, "overlaps", True)
+    monkeypatch.setattr("bagua.comm.transports.memory.transport.MemoryTransport.overlaps", True)
     monkeypatch.setattr(InTurn, "begun", [threading.Event(), threading.Event()], raising=False)
     states = thread_ranks(2, train_for, Algorithm.of(Exchange(Gradients(), Every(), InTurn(), Replace())), 3)
     assert_same_on_all_ranks(states)
@@ -512,7 +510,7 @@ class OnItsOwn(InTurn):
     [(InTurn(), True, 1000, 1), (InTurn(), False, 1000, 0), (InTurn(), True, 10**6, 0), (OnItsOwn(), True, 1000, 0)],
 )
 def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypatch, how, overlaps, bucket_bytes, more):
-    monkeypatch.setattr(MemoryTransport, "overlaps", overlaps)
+    monkeypatch.setattr("bagua.comm.transports.memory.transport.MemoryTransport.overlaps", overlaps)
     monkeypatch.setattr(InTurn, "run", OnItsOwn.run)
 
     def train() -> int:

@@ -14,7 +14,6 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm, DionAlgorithm, Every, Exchange, Gradients, Mean, QAdamAlgorithm, Replace
 from bagua.buckets import Bucket
-from bagua.comm import solo_group
 from bagua.compression import BlockTopK, Codec, Int2, Int4, MinMaxUInt8, Sign, TopK
 from bagua.engine.schedule.courses import memory_for
 from bagua.errors import ConfigurationError, InvalidTensorError
@@ -26,14 +25,12 @@ from tests import harness
 from tests.algorithms import stacked
 from tests.algorithms.stacked import SIZE, Combine, Flats, Layout, assert_only, differs, exact, loss_of, model_of
 from tests.contract import algorithms as contract
-from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import State, assert_close, assert_same_on_all_ranks, coded, mlp, seeded, sgd, snapshot, train_steps
+from tests.harness import State, assert_close, assert_same_on_all_ranks, coded, descend, mlp, seeded, sgd, snapshot
 from tests.parallel.wrapping import Loop, Operations, of_this_rank, on_ranks
 
-Formula = Callable[[Layout], Combine]
 AT_ONCE = {"ratio": 0.1, "warmup_steps": 0, "density_steps": 0}
 #: Options of each algorithm, and its formula for a layout of buckets.
-CASES: dict[str, tuple[dict[str, Any], Formula]] = {
+CASES: dict[str, tuple[dict[str, Any], Callable[[Layout], Combine]]] = {
     "scatter_gather_allreduce": ({}, lambda _: exact),
     "bytegrad": ({}, lambda _: stacked.byte_grad),
     "top_k": (AT_ONCE, lambda layout: stacked.WithFeedback(layout, TopK(0.1))),
@@ -110,21 +107,19 @@ def test_without_average_gradients_are_summed(thread_ranks, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_16_bits_train(thread_ranks, name):
-    def train_half() -> tuple[list[float], State]:
-        values, inputs = [], torch.ones(4, 8, dtype=torch.bfloat16) * (bagua.comm.get_rank() + 1)
+@on_ranks(2, assert_same_on_all_ranks)
+def test_gradients_of_16_bits_train(name) -> State:
+    values, inputs = [], torch.ones(4, 8, dtype=torch.bfloat16) * (bagua.comm.get_rank() + 1)
 
-        def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-            found = model(inputs).square().mean()
-            values.append(float(found.detach()))
-            return found
+    def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+        found = model(inputs).square().mean()
+        values.append(float(found.detach()))
+        return found
 
-        loop = Loop("with_bagua", lambda: mlp().bfloat16(), stacked.plain_sgd, loss, algorithm=algorithm_of(name))
-        return values, loop.train(8)
-
-    results = thread_ranks(2, train_half)
-    assert_same_on_all_ranks([state for _, state in results])
-    assert all(values[-1] < 0.7 * values[0] for values, _ in results)
+    loop = Loop("with_bagua", lambda: mlp().bfloat16(), stacked.plain_sgd, loss, algorithm=algorithm_of(name))
+    state = loop.train(8)
+    assert values[-1] < 0.7 * values[0]
+    return state
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -234,7 +229,6 @@ def simulate_dion(layout: Layout, size: int = SIZE, *, keeps: float = MU, exact:
 
 def test_dion_steps_along_common_directions(thread_ranks):
     state, layout = stacked.train_alike(thread_ranks, DionAlgorithm(matrix_rank=RANK, momentum=MU), dion)
-    assert len(layout) > 1
     mutants = ({"keeps": 1.0}, {"keeps": 0.0}, {"exact": True}, {"size": 1})
     assert_only(state, simulate_dion(layout), {str(one): simulate_dion(layout, **one) for one in mutants})
 
@@ -254,19 +248,17 @@ class QuickDion(DionAlgorithm):
     optimizer_class = staticmethod(lambda parameters: DionOptimizer(parameters, lr=0.001, matrix_rank=2))
 
 
-class TestDirections(AlgorithmContract):
+class TestDirections(contract.AlgorithmContract):
     sizes = (2, 3)  # On one rank these step along directions, too.
 
-    @pytest.fixture
-    def algorithm(self):
-        return QuickDion(matrix_rank=2)
+    algorithm = pytest.fixture(lambda self: QuickDion(matrix_rank=2))
 
     def test_an_exact_mean_in_place_of_the_exchange_gives_something_else(self, algorithm, pool, monkeypatch):
         """Where the exchange makes directions, the steps with mean gradients are no measure."""
         own = pool.run(contract.train, algorithm, size=2)
         contract.replace_exchanges(algorithm, monkeypatch, contract.exchange_exact_mean)
         mutated = pool.run(contract.train, algorithm, size=2)
-        assert max(map(spread, zip(own, mutated, strict=True))) > 1e-4
+        assert max(map(contract.spread, zip(own, mutated, strict=True))) > 1e-4
 
 
 class DeepGradientCompression:
@@ -289,7 +281,6 @@ class DeepGradientCompression:
 def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
     algorithm = Algorithm.init("top_k", momentum=0.8, clip_norm=0.05, **AT_ONCE)
     state, layout = stacked.train_alike(thread_ranks, algorithm, stacked.plain_sgd)
-    assert len(layout) > 1
     rule = functools.partial(DeepGradientCompression, 0.1, momentum=0.8, clip=0.05)
     mutants: dict[str, Combine] = {
         "no feedback": rule(feedback=False), "no momentum": rule(momentum=0.0), "no clipping": rule(clip=1e9),
@@ -393,7 +384,6 @@ def simulate_momenta(layout: Layout, codec: Codec, **options: bool) -> State:
 )
 def test_momenta_are_sent_in_few_bits_after_the_warm_up(thread_ranks, algorithm, codec, feedback):
     state, layout = stacked.train_alike(thread_ranks, algorithm, adam)
-    assert len(layout) > 1
     mutants = ({"feedback": not feedback}, {"exact": True})
     wrong = {str(one): simulate_momenta(layout, codec, **one) for one in mutants}
     assert_only(state, simulate_momenta(layout, codec, feedback=feedback), wrong)
@@ -478,7 +468,6 @@ def simulate_lamb(
 
 def test_one_bit_lamb_is_the_formula(thread_ranks):
     state, layout = stacked.train_alike(thread_ranks, Algorithm.init("one_bit_lamb", block_numel=BLOCK), lamb)
-    assert len(layout) > 1
     mutants = ({"scaled": False}, {"feedback": False}, {"exact": True}, {"freshens": False})
     assert_only(state, simulate_lamb(layout), {str(one): simulate_lamb(layout, **one) for one in mutants})
 
@@ -609,9 +598,7 @@ def test_a_rank_without_data_keeps_what_it_has_not_sent(thread_ranks):
     for trained, steps in (((0, 1), range(5)), ((1,), range(5, 10))):
         for rank in trained:
             for step in steps:
-                ranks.optimizers[rank].zero_grad()
-                loss_of(ranks.models[rank], rank, step).backward()
-                ranks.optimizers[rank].step()
+                descend(ranks.optimizers[rank], loss_of(ranks.models[rank], rank, step))
         weights = [stacked.flatten(state, numel, places) for state in ranks.states()]
         sent = [coded(FEW, (anchor - one) / 2) for one in weights]
         for model, one, own in zip(ranks.models, weights, sent, strict=True):
@@ -638,21 +625,17 @@ def qadam_loop() -> Loop:
     return Loop("with_bagua", make_optimizer=qadam, algorithm="qadam", bucket_bytes=10**6)
 
 
-def test_parameter_groups_keep_their_own_betas(thread_ranks):
+@on_ranks(2)
+def test_parameter_groups_keep_their_own_betas():
     """Also in one bucket. A group with ``beta1 = 0`` has the gradient as its momentum."""
-
-    def train_groups() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        model = mlp()
-        first, *others = model.parameters()
-        groups = [{"params": [first], "betas": (0.0, 0.9)}, {"params": others}]
-        optimizer = QAdamOptimizer(groups, lr=QADAM_LR, warmup_steps=1, eps=QADAM_EPS)
-        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
-        return optimizer.momentum(first).clone(), first.grad.clone(), optimizer.momentum(others[0]).clone()
-
-    for momentum, gradient, other in thread_ranks(2, train_groups):
-        assert torch.allclose(momentum, gradient, atol=1e-6)
-        assert other.abs().max() > 0
+    model = mlp()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "betas": (0.0, 0.9)}, {"params": others}]
+    optimizer = QAdamOptimizer(groups, lr=QADAM_LR, warmup_steps=1, eps=QADAM_EPS)
+    wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+    harness.train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
+    assert torch.allclose(optimizer.momentum(first), first.grad, atol=1e-6)
+    assert optimizer.momentum(others[0]).abs().max() > 0
 
 
 def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thread_ranks):
@@ -698,7 +681,7 @@ def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it(
     assert declaration == QAdamAlgorithm(hierarchical=False)
     assert pickle.loads(pickle.dumps(declaration)).q_adam_optimizer is None
     assert copy.copy(declaration) == declaration
-    assert declaration.reify(solo_group()).options.q_adam_optimizer is optimizer
+    assert declaration.reify(bagua.comm.solo_group()).options.q_adam_optimizer is optimizer
 
 
 def test_the_optimizer_may_be_named(thread_ranks):

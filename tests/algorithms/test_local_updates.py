@@ -21,7 +21,6 @@ from bagua import algorithms
 from bagua.algorithms import Algorithm, DiLoCoAlgorithm, Every, Exchange, LocalSGDAlgorithm, Mean, Outer, Parts, Weights
 from bagua.algorithms.exchanges import outer
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
 from bagua.compression import MinMaxUInt8
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
@@ -29,7 +28,7 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, ReducerMemory, ScatterGatherReducer, SumReducer
 from tests.algorithms.stacked import Anchored, Replicas, loss_of, model_of, plain_sgd
 from tests.contract.algorithms import AlgorithmContract, spread
-from tests.harness import State, assert_close, assert_same_on_all_ranks, live_bytes, mlp, seeded, sgd, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, descend, live_bytes, mlp, seeded, sgd, snapshot
 from tests.parallel.wrapping import Branches, Loop, Made, Operations, of_this_rank, on_ranks
 from tests.versions import needs
 
@@ -59,7 +58,8 @@ STREAMING = outer_step(land=algorithms.Blend(0.5), when=Every(6, offset=-2), lag
 class TestLocalUpdates(AlgorithmContract):
     sizes = (2, 3)
 
-    @pytest.fixture(
+    algorithm = pytest.fixture(
+        lambda self, request: request.param,
         params=[
             LocalSGDAlgorithm(3),
             algorithms.SlowMoAlgorithm(4),
@@ -72,9 +72,6 @@ class TestLocalUpdates(AlgorithmContract):
         ],
         ids=["local_sgd", "slowmo", "diloco", "eager", "weights in bytes", "streaming", "around gossip"],
     )
-    def algorithm(self, request):
-        return request.param
-
     # An outer momentum goes on without gradients, and one rank alone looks ahead: tests of their own are below.
     test_training_gives_what_is_promised = None
     test_host_layouts_work_or_are_refused = None
@@ -484,11 +481,10 @@ def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks,
     def train_branches() -> State:
         loop = loop_of(algorithm, Branches)
         for number in range(8):
-            loop.optimizer.zero_grad()
             left = loop.rank == 1 or number % 2 == 0
-            loop.wrapped(torch.full((2, 8), 1.0 + loop.rank), "left" if left else "right").square().mean().backward()
+            output = loop.wrapped(torch.full((2, 8), 1.0 + loop.rank), "left" if left else "right")
+            descend(loop.optimizer, output.square().mean())
             assert (loop.model.right.weight.grad is None) == left
-            loop.optimizer.step()
         assert sum(len(one._post_accumulate_grad_hooks or ()) for one in loop.model.parameters()) == 1
         return snapshot(loop.model)
 
@@ -504,9 +500,7 @@ def test_every_pass_that_brings_a_gradient_is_one_step() -> State:
     loop = loop_of(LocalSGDAlgorithm(4), lambda: nn.Sequential(mlp()))
     wrapped, rows = loop.wrapped, torch.full((2, 8), 1.0 + loop.rank)
     for forward in (wrapped[0], lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
-        loop.optimizer.zero_grad()
-        forward(rows).square().mean().backward()
-        loop.optimizer.step()
+        descend(loop.optimizer, forward(rows).square().mean())
     loop.optimizer.zero_grad()
     if loop.rank == 0:  # No step: the penalty has no gradient of a parameter.
         torch.autograd.grad(wrapped(rows).sum(), rows)
@@ -692,9 +686,7 @@ def test_nothing_is_kept_but_what_must_be_and_memory_for_flights(thread_ranks, a
         before = live_bytes_of_all()
         wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=600_000)
         for _ in range(6):
-            optimizer.zero_grad()
-            wrapped(torch.ones(2, 256, dtype=dtype)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, wrapped(torch.ones(2, 256, dtype=dtype)).square().mean())
         optimizer.zero_grad()
         return (live_bytes_of_all() - before) / sum(one.nbytes for one in model.parameters()) / size
 
@@ -827,7 +819,7 @@ def test_one_host_loses_nothing_to_the_codec_between_hosts(thread_pool):
 def test_one_rank_of_each_host_talks_between_hosts(thread_pool):
     """In the step after which hosts exchange."""
 
-    def sent_bytes(group: ProcessGroup) -> list[int]:
+    def sent_bytes(group: bagua.comm.ProcessGroup) -> list[int]:
         found = group.global_communicator, group.inter_node_communicator
         return [one.statistics.sent_bytes() if one else 0 for one in found]
 

@@ -413,12 +413,9 @@ class Piece:
             before = self.anchors
             after = self.stepped(result)
             landed = {
-                "weights": result,
-                "added": now + 0.5 * (result - sent),
-                "difference": after,
-                "blended": 0.25 * now + 0.75 * after,
-                "learned": now + sent - before + after,
-            }
+                "weights": result, "added": now + 0.5 * (result - sent),
+                "difference": after, "blended": 0.25 * now + 0.75 * after, "learned": now + sent - before + after,
+            }  # fmt: skip
             self.scatter(landed[self.case.subject], weights)
 
     def stepped(self, gradient: torch.Tensor) -> torch.Tensor:

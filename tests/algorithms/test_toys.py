@@ -16,16 +16,16 @@ from bagua.comm import ProcessGroup, Work
 from bagua.compression import BlockTopK
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
-from bagua.parallel import with_bagua
+from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, ReducerMemory
-from bagua.torch_api.distributed import ModelSwitchWrapper
+from bagua.testing import RankPool
 from tests import harness
 from tests.algorithms import stacked
 from tests.algorithms.stacked import Replicas, model_of, plain_sgd
 from tests.algorithms.test_exchanges import BY_LAYER
 from tests.contract.algorithms import ONE_BUCKET_BYTES, AlgorithmContract, resume_and_train, train, train_and_save
 from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot
-from tests.parallel.wrapping import Loop, assert_trained, of_this_rank
+from tests.parallel.wrapping import Loop, assert_trained, of_this_rank, on_ranks
 
 
 @dataclass(frozen=True)
@@ -194,21 +194,18 @@ def test_an_algorithm_that_owns_the_optimizer_steps_during_backward(thread_ranks
     assert_trained(thread_ranks(size, train), harness.reference(mlp(), plain_sgd, size, range(5)))
 
 
-def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(thread_ranks):
-    def train() -> tuple[list[list[int]], State, State]:
-        loop, sizes, totals = Loop("with_bagua", algorithm=WarmsUp(warmup_steps=3)), [], {}
-        for _ in range(6):
-            loop.train()
-            sizes.append([bucket.numel % 6 for bucket in loop.wrapped.bagua_buckets])
-            for name, parameter in loop.model.named_parameters():
-                totals[name] = totals.get(name, 0) + parameter.grad
-        remembered = loop.wrapped.bagua_state_dict()["parameters"]
-        return sizes, {name: state["total"] for name, state in remembered.items()}, totals
-
-    for sizes, saved, totals in thread_ranks(3, train):
-        assert sizes[2] != [0, 0], "padded before it is needed"
-        assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
-        assert_close(saved, {name: totals[name] for name in saved})
+@on_ranks(3)
+def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over():
+    loop, sizes, totals = Loop("with_bagua", algorithm=WarmsUp(warmup_steps=3)), [], {}
+    for _ in range(6):
+        loop.train()
+        sizes.append([bucket.numel % 6 for bucket in loop.wrapped.bagua_buckets])
+        for name, parameter in loop.model.named_parameters():
+            totals[name] = totals.get(name, 0) + parameter.grad
+    assert sizes[2] != [0, 0], "padded before it is needed"
+    assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
+    saved = {name: state["total"] for name, state in loop.wrapped.bagua_state_dict()["parameters"].items()}
+    assert_close(saved, {name: totals[name] for name in saved})
 
 
 # An algorithm of a user that sends more than one tensor, of which the engine knows nothing: push-sum.
@@ -280,14 +277,8 @@ def push_sum(steps: int, *, steps_what_is_sent: bool = True) -> torch.Tensor:
 
 
 def test_push_sum_is_what_the_paper_says(thread_ranks):
-    def train() -> torch.Tensor:
-        algorithm = Algorithm.of(*PUSH_SUM)
-        loop = Loop("with_bagua", model_of, plain_sgd, stacked.loss_of, algorithm=algorithm, bucket_bytes=1500)
-        loop.train(12)
-        loop.wrapped.bagua_state_dict()
-        return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
-
-    found = torch.stack(thread_ranks(SIZE, train))
+    states = [state for state, _ in thread_ranks(SIZE, stacked.train, Algorithm.of(*PUSH_SUM), plain_sgd, 12)]
+    found = torch.stack([torch.nn.utils.parameters_to_vector(state.values()) for state in states])
     assert torch.allclose(found, push_sum(12), rtol=0, atol=1e-12)
     assert not torch.allclose(found, push_sum(12, steps_what_is_sent=False), rtol=0, atol=1e-4)
 
@@ -336,9 +327,7 @@ REMEMBERING = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=SYNCHRONOUS, ids=repr)
-def algorithm(request):
-    return request.param
+algorithm = pytest.fixture(lambda request: request.param, params=SYNCHRONOUS, ids=repr)
 
 
 class TestRegisteredAlgorithm(AlgorithmContract):
@@ -359,7 +348,8 @@ class BlockTopKSgd(algorithms.ReducedGradients):
 class TestOthers(AlgorithmContract):
     """Toys, compositions, and options beyond the default ones."""
 
-    @pytest.fixture(
+    algorithm = pytest.fixture(
+        lambda self, request: request.param,
         params=[
             DELAYED_GOSSIP, Rounded(), LocalSgd(), WarmsUp(), BlockTopKSgd(), Algorithm.of(BY_LAYER),
             pytest.param(Algorithm.of(*PUSH_SUM), id="push-sum"),
@@ -368,8 +358,6 @@ class TestOthers(AlgorithmContract):
         ],
         ids=repr,
     )  # fmt: skip
-    def algorithm(self, request):
-        return request.param
 
 
 def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
@@ -377,17 +365,23 @@ def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[
     return [function(*arguments) for arguments in calls]
 
 
-def test_training_resumes_bit_exactly_in_new_processes(process_ranks):
-    """Each run has processes of its own; only what was saved passes from one to the next."""
-    alone = [(algorithm,) for algorithm in REMEMBERING]
-    whole = process_ranks(2, of_each, train, alone)
-    saved = process_ranks(2, of_each, train_and_save, alone)
-    checkpoints = [[one for (one,) in of_ranks] for of_ranks in zip(*saved, strict=True)]
-    calls = [(algorithm, saved, ONE_BUCKET_BYTES) for algorithm, saved in zip(REMEMBERING, checkpoints, strict=True)]
-    resumed = process_ranks(2, of_each, resume_and_train, calls)
-    for before, after in zip(whole, resumed, strict=True):
-        for algorithm, state, same in zip(REMEMBERING, before, after, strict=True):
-            assert all(torch.equal(value, same[name]) for name, value in state.items()), algorithm
+def columns(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """What the ranks returned for each call."""
+    return list(zip(*of_ranks, strict=True))
+
+
+def assert_resumes_bit_by_bit(pool: RankPool, calls: list[tuple[Algorithm]]) -> None:
+    """Each run has ranks of its own; only what was saved passes from one to the next."""
+    whole, saved = (columns(pool.run(of_each, function, calls, size=2)) for function in (train, train_and_save))
+    checkpoints = [[one for (one,) in of_ranks] for of_ranks in saved]
+    again = [(*call, states, ONE_BUCKET_BYTES) for call, states in zip(calls, checkpoints, strict=True)]
+    resumed = columns(pool.run(of_each, resume_and_train, again, size=2))
+    for (algorithm,), before, after in zip(calls, whole, resumed, strict=True):
+        torch.testing.assert_close(before, after, rtol=0, atol=0, msg=f"{algorithm} goes on otherwise")
+
+
+def test_training_resumes_bit_exactly_in_new_processes(process_pool):
+    assert_resumes_bit_by_bit(process_pool, [(algorithm,) for algorithm in REMEMBERING])
 
 
 STEPS = 3

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -158,26 +159,14 @@ def packages_are_entered_by_their_doors(sources: list[SourceFile]) -> Iterator[s
                     yield f"{source.path}:{item.line}: {source.module} passes the door of {target}"
 
 
-def no_import_cycles(sources: list[SourceFile]) -> list[str]:
+def no_import_cycles(sources: list[SourceFile]) -> Iterator[str]:
     """No module imports itself through others."""
     known = {source.module for source in sources}
     graph = {source.module: {target for target, _ in imported_modules(source, known)} for source in sources}
-    return [" -> ".join(cycle) for cycle in _cycles({module: sorted(to & known) for module, to in graph.items()})]
-
-
-def _cycles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
-    finished: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> Iterator[list[str]]:
-        if module in path:
-            yield [*path[path.index(module) :], module]
-        elif module not in finished:
-            for target in graph[module]:
-                yield from visit(target, [*path, module])
-            finished.add(module)
-
-    for module in graph:
-        yield from visit(module, [])
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield " -> ".join(reversed(error.args[1]))
 
 
 def only_declared_packages(sources: list[SourceFile]) -> Iterator[str]:

@@ -76,13 +76,6 @@ def unexplained(owner: object, names: list[str]) -> list[str]:
     return missing
 
 
-def imported(name: str) -> types.ModuleType:
-    """The module; the test is skipped where it needs an extra that is not installed."""
-    if reason := missing_extra(name):
-        pytest.skip(reason)
-    return importlib.import_module(name)
-
-
 def test_public_names_are_the_frozen_ones() -> None:
     modules = public_modules()
     missing = {name for name in modules if missing_extra(name)}
@@ -97,7 +90,9 @@ def test_public_names_are_the_frozen_ones() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op:FutureWarning")  # It warns whatever is asked of it.
 @pytest.mark.parametrize("name", public_modules())
 def test_every_public_name_has_a_docstring(name: str) -> None:
-    module = imported(name)
+    if reason := missing_extra(name):
+        pytest.skip(reason)
+    module = importlib.import_module(name)
     assert (module.__doc__ or "").strip()
     assert len(module.__all__) == len(set(module.__all__))
     assert unexplained(module, list(module.__all__)) == []

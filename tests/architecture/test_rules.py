@@ -20,10 +20,8 @@ VIOLATIONS = {
     rules.packages_are_entered_by_their_doors: [
         ({"buckets.py": "def f():\n    from bagua.comm.store import Cells", "comm/store/__init__.py": ""},
          "buckets.py:2: bagua.buckets passes the door of bagua.comm.store"),
-        (
-            {"buckets.py": "from bagua.comm import store", "comm/store.py": ""},
-            "buckets passes the door of bagua.comm.store",
-        ),
+        ({"buckets.py": "from bagua.comm import store", "comm/store.py": ""},
+         "buckets passes the door of bagua.comm.store"),
         ({"a.py": "import bagua.comm.b", "comm/b.py": ""}, "a.py:1"),
     ],
     rules.no_import_cycles: [

@@ -97,12 +97,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def script(tmp_path):
     """Makes a script of a text. Returns its path."""
-
-    def write(text):
-        (tmp_path / "script.py").write_text(text)
-        return str(tmp_path / "script.py")
-
-    return write
+    path = tmp_path / "script.py"
+    return lambda text: path.write_text(text) and str(path)
 
 
 def test_the_tutorial_learns_on_two_processes_at_least_as_much_as_on_one(capsys):

@@ -4,7 +4,6 @@ Each test here runs programs of an installed package, or what its examples do, i
 """
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.launching import REPOSITORY, environment
+
 SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test", "reconfigure_test")
 #: So many tests of torch run on CPUs, at least: the rest asks for GPUs, NCCL, MPI or more ranks.
 LEAST_OF_TORCH = 80
@@ -24,9 +24,8 @@ NOT_OURS = "not NCCL and not Nccl and not XCCL and not Baby"
 
 def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540, **variables: str) -> str:
     """What a Python command prints, which must end well."""
-    told = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
-    command = (sys.executable, *command)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=folder, env=told, check=False)
+    here = {"cwd": folder, "env": environment(**variables), "timeout": timeout_s}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, **here)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
     return done.stdout
 

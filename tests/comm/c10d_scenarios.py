@@ -9,14 +9,13 @@ import time
 import torch
 
 import bagua.comm
-from bagua.comm.communicator import Communicator
 from tests.contract.exercises import communicator
 from tests.contract.failures import say, wait_until_said
 
 BIG = 20_000_000
 
 
-def interrupted(comm: Communicator) -> None:
+def interrupted(comm: bagua.comm.Communicator) -> None:
     """Ctrl-C on the last rank, which waits in a collective; the others come later."""
     if comm.rank == comm.size - 1:
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -28,7 +27,7 @@ def interrupted(comm: Communicator) -> None:
     comm.allreduce(torch.ones(3))
 
 
-def leaves_with_calls_under_way(comm: Communicator) -> None:
+def leaves_with_calls_under_way(comm: bagua.comm.Communicator) -> None:
     """Rank 0 ends normally although a collective and a message of it never complete."""
     if comm.rank > 0:
         time.sleep(1.0)
@@ -37,7 +36,7 @@ def leaves_with_calls_under_way(comm: Communicator) -> None:
     comm.recv(torch.ones(3), comm.size - 1, async_op=True)
 
 
-def late_writes(comm: Communicator) -> None:
+def late_writes(comm: bagua.comm.Communicator) -> None:
     """After a timeout the tensor belongs to the caller again."""
     tensor = torch.ones(BIG)
     if comm.rank == 0:

@@ -16,15 +16,13 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithm
-from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.comm import Work
+from bagua.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
 from bagua.comm.startup.default_group import holder
 from bagua.errors import CommunicationError, CommunicatorClosedError
 from bagua.parallel.module import with_bagua
 from tests.harness import in_threads
 
-works: list[Work] = []
+works: list[bagua.comm.Work] = []
 model = torch.nn.Linear(3, 1)
 
 
@@ -79,18 +77,11 @@ def refusals() -> None:
     own = comm.empty(80_000, dtype=torch.float32).fill_(1.0)
     assert bool((own == 1.0).all())
     asked = [
-        lambda: comm.allreduce(torch.ones(3)),
-        lambda: comm.allreduce(own),
-        lambda: comm.send(torch.ones(3), 1 - comm.rank),
-        lambda: comm.broadcast_object("x"),
-        lambda: comm.allreduce(torch.ones(3), async_op=True),
-        works[0].wait,
-        works[0].result,
-        lambda: works[0].get_future().wait(),
-        group.duplicate,
-        lambda: group.connect([0, 1], "more", timeout_s=1.0),
-        lambda: bagua.comm.new_group([0]),
-    ]
+        lambda: comm.allreduce(torch.ones(3)), lambda: comm.allreduce(own), lambda: comm.broadcast_object("x"),
+        lambda: comm.send(torch.ones(3), 1 - comm.rank), lambda: comm.allreduce(torch.ones(3), async_op=True),
+        works[0].wait, works[0].result, lambda: works[0].get_future().wait(),
+        group.duplicate, lambda: group.connect([0, 1], "more", timeout_s=1.0), lambda: bagua.comm.new_group([0]),
+    ]  # fmt: skip
     told = sum(refused(call) for call in asked)
     ended, error = works[0].is_completed(), type(works[0].exception()).__name__
     print(f"refused {told} of {len(asked)}, asked {ended} {error}", flush=True)

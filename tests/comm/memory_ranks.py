@@ -1,5 +1,7 @@
 """Ranks that are threads, without groups: a communicator each, and calls with known results."""
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from bagua.comm.communicator import Communicator
+from bagua.comm import Communicator, Membership, Transport
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.contract import Membership, Transport
 from bagua.comm.transports.threads import FaultHook, ThreadsTransport, inject_fault
 from tests.contract.exercises import TENSOR_KINDS, CallSetting, communicator, perform
 
@@ -84,6 +85,21 @@ def values(outcomes: list[Any]) -> list[Any]:
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
+
+
+def on_communicators(size: int, start: Callable[..., list[Any]] = run, **options: Any) -> Callable[..., Any]:
+    """The decorated test runs on ranks that ``start`` starts with these options; each passes its communicator first."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_test(**arguments: Any) -> None:
+            values(start(size, functools.partial(test, **arguments), **options))
+
+        _, *others = inspect.signature(test).parameters.values()
+        run_test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run_test
+
+    return decorate
 
 
 def ramp(start: float, numel: int) -> torch.Tensor:

@@ -15,10 +15,8 @@ from bagua.comm.operands import as_seconds, overlaps_itself, reduction_name, sha
 from bagua.comm.reduction import ReduceOp, divide
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTypeError
 
-LAYOUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), min_size=0, max_size=4)
 
-
-@given(LAYOUTS)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=4))
 def test_overlap_is_what_counting_addresses_says(layout):
     shape, strides = [size for size, _ in layout], [stride for _, stride in layout]
     view = torch.arange(1 + sum(4 * stride for stride in strides)).as_strided(shape, strides)
@@ -34,14 +32,11 @@ def test_shared_memory_is_what_addresses_say(start, length, other_start, other_l
     assert shares_memory(one, other) == bool(common)
 
 
-YEAR_S = 365 * 24 * 3600.0
-
-
 @pytest.mark.parametrize(
     ("given_timeout", "seconds"),
     [
         *((3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0)),
-        *((longer, YEAR_S) for longer in (float("inf"), 1e300, 10**400, timedelta.max)),
+        *((longer, 365 * 24 * 3600.0) for longer in (float("inf"), 1e300, 10**400, timedelta.max)),
     ],
 )
 def test_seconds(given_timeout, seconds):
@@ -109,6 +104,5 @@ def test_a_value_out_of_its_range_has_the_right_type_and_choices_are_named():
 
 
 def test_a_large_value_is_shown_in_short():
-    with pytest.raises(InvalidTypeError) as caught:
+    with pytest.raises(InvalidTypeError, check=lambda error: len(str(error)) < 200):
         check_flags(average=list(range(10_000)))
-    assert len(str(caught.value)) < 200

@@ -1,14 +1,14 @@
 """Collectives over a bucket: the values of threads, bit by bit, what members do wrong, and what stays behind."""
 
 import contextlib
+import functools
 import threading
 
 import pytest
 import torch
 
 from bagua import errors
-from bagua.comm import ReduceOp, group_of_seats, thread_store
-from bagua.comm.store.bucket import ObjectBucket
+from bagua.comm import ObjectBucket, ReduceOp, group_of_seats, thread_store
 from bagua.comm.transports import bucket as transport_module
 from tests.contract.exercises import EXERCISES, CallSetting, perform
 from tests.contract.results import REDUCING
@@ -32,9 +32,7 @@ def on_seats(size, open_store, job, backend="bucket", name="epoch1"):
     return in_threads(size, member)
 
 
-@pytest.fixture
-def in_folder(tmp_path):
-    return lambda: opened(f"file://{tmp_path}/run")
+in_folder = pytest.fixture(lambda tmp_path: functools.partial(opened, f"file://{tmp_path}/run"))
 
 
 def everything(group):

@@ -18,20 +18,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from bagua import errors
-from bagua.comm import long_wait
-from bagua.comm.call import Call
-from bagua.comm.communicator import Communicator
+from bagua.comm import Call, Communicator, Membership, long_wait
 from bagua.comm.reduction import OPERATIONS, ReduceOp
 from bagua.comm.transports.c10d import torch_transport as c10d
 from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
 from bagua.comm.transports.c10d.handles import HostHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
-from bagua.comm.transports.c10d.torch_transport import C10dTransport, c10d_refusal
-from bagua.comm.transports.contract import Membership
-from tests.comm.memory_ranks import run_on_gloo, values
+from tests.comm.memory_ranks import on_communicators, run_on_gloo, values
 from tests.contract.exercises import CallSetting, communicator, perform
 from tests.contract.results import COPYING, REDUCING, carry_everything, exercise_all, reduce_everything
-from tests.harness import until
+from tests.harness import on_ranks, until
 from tests.versions import TORCH, needs
 
 pytestmark = pytest.mark.gloo
@@ -55,7 +51,7 @@ def limited_to(abilities: Abilities) -> Any:
             method = getattr(self.backend, name)
             return functools.partial(ask, method) if callable(method) else method
 
-    class Limited(C10dTransport):
+    class Limited(c10d.C10dTransport):
         def _add_channel(self, device_type: str, group: Any) -> None:
             group.abilities = abilities
             group.group = Narrow(backend=group.group)
@@ -99,17 +95,14 @@ def test_messages_of_nccl_start_as_one_group_and_barriers_run_on_the_current_dev
     assert (name, options.device) == ("barrier", torch.device("cuda", 5))
 
 
-def test_ranks_on_one_gpu_are_told_what_to_call() -> None:
+@on_communicators(2, run_on_gloo)
+def test_ranks_on_one_gpu_are_told_what_to_call(comm: Communicator) -> None:
     problem = "NCCL error in: NCCLUtils.cpp, invalid usage. Last error: Duplicate GPU detected : rank 1"
-
-    def job(comm: Communicator) -> None:
-        comm.pipeline._transport._channels["cpu"].start = Mock(side_effect=RuntimeError(problem))
-        with pytest.raises(errors.TransportUnavailableError, match=r"set_device\(int\(os.environ") as caught:
-            comm.allreduce(torch.ones(2))
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        assert not comm.usable
-
-    values(run_on_gloo(2, job))
+    comm.pipeline._transport._channels["cpu"].start = Mock(side_effect=RuntimeError(problem))
+    with pytest.raises(errors.TransportUnavailableError, match=r"set_device\(int\(os.environ") as caught:
+        comm.allreduce(torch.ones(2))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not comm.usable
 
 
 def test_every_call_carries_its_own_deadline() -> None:
@@ -148,9 +141,9 @@ def test_a_name_may_hold_a_backend_for_each_device() -> None:
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
-    refusal = c10d_refusal("cpu:gloo,cuda:carrier-pigeon")
+    refusal = c10d.c10d_refusal("cpu:gloo,cuda:carrier-pigeon")
     assert "carrier-pigeon" in str(refusal)
-    assert c10d_refusal("gloo") is None
+    assert c10d.c10d_refusal("gloo") is None
     for refused in (refusal, *run_on_gloo(2, lambda _: None, backend="carrier-pigeon")):
         assert isinstance(refused, errors.TransportUnavailableError)
 
@@ -182,31 +175,25 @@ def test_a_backend_registered_with_torch_serves(name: str) -> None:
     assert sorted(made) == [0, 1, 2]
 
 
-def test_tensors_of_other_devices_travel_by_way_of_the_cpu() -> None:
-    def job(comm: Communicator) -> None:
-        transport = comm._transport
-        tensor = torch.full((3,), float(comm.rank))
-        transport._start_staged(Call("allreduce", 1, torch.float32, 3, "sum"), tensor, tensor, 5.0, False).wait()
-        assert tensor.equal(torch.full((3,), 1.0))
-        output = torch.zeros(6)
-        transport._start_staged(Call("allgather", 2, torch.float32, 3), tensor, output, 5.0, True).wait()
-        assert output.equal(torch.full((6,), 1.0))
-        transport._start_staged(Call("barrier", 3, torch.uint8), None, None, 5.0, True).wait()
-
-    values(run_on_gloo(2, job))
+@on_communicators(2, run_on_gloo)
+def test_tensors_of_other_devices_travel_by_way_of_the_cpu(comm: Communicator) -> None:
+    transport = comm._transport
+    tensor = torch.full((3,), float(comm.rank))
+    transport._start_staged(Call("allreduce", 1, torch.float32, 3, "sum"), tensor, tensor, 5.0, False).wait()
+    assert tensor.equal(torch.full((3,), 1.0))
+    output = torch.zeros(6)
+    transport._start_staged(Call("allgather", 2, torch.float32, 3), tensor, output, 5.0, True).wait()
+    assert output.equal(torch.full((6,), 1.0))
+    transport._start_staged(Call("barrier", 3, torch.uint8), None, None, 5.0, True).wait()
 
 
-def test_a_deadline_that_passed_before_anybody_waited() -> None:
-    def job(comm: Communicator) -> Any:
-        if comm.rank == 1:
-            return None
+@on_communicators(2, run_on_gloo)
+def test_a_deadline_that_passed_before_anybody_waited(comm: Communicator) -> None:
+    if comm.rank == 0:
         work = comm.allreduce(torch.ones(2), async_op=True, timeout=0.2)
         time.sleep(0.5)
-        with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        with pytest.raises(errors.CollectiveTimeoutError, check=lambda error: error.peers == (1,)):
             work.wait()
-        return caught.value.peers
-
-    assert values(run_on_gloo(2, job))[0] == (1,)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -232,16 +219,14 @@ def test_closing_frees_the_backend_without_the_garbage_collector(broken: bool) -
     assert [transport() for _, transport in found] == [None, None]
 
 
-def test_ctrl_c_while_closing_tells_the_others_leaves_nothing_open() -> None:
-    def job(comm: Communicator) -> tuple[dict[str, Any], int]:
-        comm.barrier()
-        mailbox = comm._transport.failures._mailbox
-        mailbox.tell = Mock(side_effect=KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            comm.close()
-        return comm._transport._channels, mailbox._listener.fileno()
-
-    assert values(run_on_gloo(3, job)) == [({}, -1)] * 3
+@on_communicators(3, run_on_gloo)
+def test_ctrl_c_while_closing_tells_the_others_leaves_nothing_open(comm: Communicator) -> None:
+    comm.barrier()
+    mailbox = comm._transport.failures._mailbox
+    mailbox.tell = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        comm.close()
+    assert (comm._transport._channels, mailbox._listener.fileno()) == ({}, -1)
 
 
 class LateWork:
@@ -350,20 +335,17 @@ def test_a_sum_with_fewer_elements_of_the_other_rank_is_refused() -> None:
     assert torch.equal(tensor, torch.ones(5))
 
 
-def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:
-    def job(comm: Communicator) -> int:
-        received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None
-        for _ in range(100):
-            comm.allreduce(torch.ones(4), async_op=True).wait()
-        transport = comm._transport
-        kept = len(transport._outstanding)
-        if received is None:
-            comm.send(torch.ones(1), 0)
-        else:
-            received.wait()
-        return kept
-
-    assert max(values(run_on_gloo(2, job))) <= 33
+@on_communicators(2, run_on_gloo)
+def test_an_open_receive_keeps_no_call_that_came_after_it(comm: Communicator) -> None:
+    received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None
+    for _ in range(100):
+        comm.allreduce(torch.ones(4), async_op=True).wait()
+    kept = len(comm._transport._outstanding)
+    if received is None:
+        comm.send(torch.ones(1), 0)
+    else:
+        received.wait()
+    assert kept <= 33
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -388,15 +370,13 @@ def test_a_rank_that_dies_while_others_connect_is_named(dies: bool, monkeypatch:
         assert isinstance(outcome.__cause__, errors.TransportUnavailableError)
 
 
-def exchange() -> list[bool]:
-    """Of kinds of calls: whether shares just below and just from where messages begin travel as such, and arrive."""
+@on_ranks(3, pool="process_pool")
+def test_large_shares_are_messages() -> None:
+    """Shares just below and just from where messages begin arrive, and of which kinds of calls they travel as such."""
     begin = 16 * 1024  # Elements of float32.
     exercise_all(CallSetting(shape=(begin,)))
     exercise_all(CallSetting(shape=(begin,), dtype=torch.complex64))  # Which Gloo moves as bytes.
     takes_messages = communicator()._transport._default.takes_messages
     calls = [(kind, numel) for kind in ("alltoall", "allgather", "allreduce") for numel in (begin - 1, begin)]
-    return [takes_messages(Call(kind, 1, torch.float32, numel, "sum")) for kind, numel in calls]
-
-
-def test_large_shares_are_messages(process_ranks) -> None:
-    assert process_ranks(3, exchange) == [[False, True, False, True, False, False]] * 3
+    found = [takes_messages(Call(kind, 1, torch.float32, numel, "sum")) for kind, numel in calls]
+    assert found == [False, True, False, True, False, False]

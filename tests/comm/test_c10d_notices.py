@@ -14,9 +14,8 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from bagua import errors
-from bagua.comm import addresses
+from bagua.comm import Membership, addresses
 from bagua.comm.transports import failure as c10d_notices
-from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import Cause, FailureFinder, Findings, Mailbox, ended_error, lost_error
 from tests.harness import in_threads
 from tests.launching import PATIENCE_S, launched
@@ -159,9 +158,6 @@ def test_meeting_names_who_is_missing() -> None:
     box.close()
 
 
-BROKEN = RuntimeError("Connection closed by peer\nException raised from ...")
-
-
 @pytest.mark.parametrize(
     ("found", "lost_and_silent", "words"),
     [
@@ -173,7 +169,7 @@ BROKEN = RuntimeError("Connection closed by peer\nException raised from ...")
     ],
 )
 def test_what_a_lost_connection_meant(found: Findings, lost_and_silent: tuple[Any, Any], words: str) -> None:
-    error = lost_error(BROKEN, found, 4, 1.0, 10.0)
+    error = lost_error(RuntimeError("Connection closed by peer\nException raised from ..."), found, 4, 1.0, 10.0)
     assert type(error) is errors.PeerLostError
     assert (error.peers, error.silent) == lost_and_silent
     assert words in str(error)

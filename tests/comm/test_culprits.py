@@ -17,15 +17,14 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from bagua.comm import Communicator, ReduceOp
 from bagua.errors import PeerLostError
 from bagua.parallel.data_parallel import DistributedDataParallel
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks, die
-from bagua.testing.ranks import this_rank
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks, die, this_rank
 from tests.comm.memory_ranks import KINDS, LARGE, agrees
 from tests.contract.exercises import communicator
 from tests.contract.failures import die_last, say, wait_until_said
 from tests.contract.transports import check_the_dead
+from tests.harness import on_ranks
 from tests.launching import free_port
 
 SIZE = 4
@@ -45,11 +44,11 @@ def pool(backend: str) -> RankPool:
     return ThreadRanks(SIZE) if backend == "threads" else ProcessRanks(SIZE, backend=backend)
 
 
-def calls_until_one_is_lost(comm: Communicator, numel: int = 3) -> PeerLostError:
+def calls_until_one_is_lost(comm: bagua.comm.Communicator, numel: int = 3) -> PeerLostError:
     """The survivors' error: of the first call without the victim, or of the next one."""
     with pytest.raises(PeerLostError) as caught:
         for _ in range(2):
-            comm.allreduce(torch.ones(numel), ReduceOp.AVG)
+            comm.allreduce(torch.ones(numel), bagua.comm.ReduceOp.AVG)
     return caught.value
 
 
@@ -212,18 +211,18 @@ def test_a_rank_that_dies_while_it_is_sent_to_is_noticed_long_before_the_deadlin
     check_the_dead(outcomes[1].value, 0, 1)
 
 
-def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
-    """Whom rank 0 names while it sends; rank 2 closes when it has its part, or rank 0 sends; rank 1 is late."""
+@pytest.mark.parametrize("took_part", [True, False])
+@on_ranks(3, pool="process_pool")
+def test_who_closed_without_its_part_is_missed_long_before_the_deadline(took_part: bool) -> None:
+    """Rank 0 names it while it sends; rank 2 closes when it has its part, or rank 0 sends; rank 1 is late."""
     group, data = bagua.comm.get_default_group().duplicate(), torch.ones(4_000_000)
-    comm, lost = group.global_communicator, ()
+    comm, is_missed = group.global_communicator, pytest.raises(PeerLostError, check=lambda error: error.peers == (2,))
     comm.barrier()
     if comm.rank == 0:
         work = comm.broadcast(data, 0, async_op=True, timeout=600.0)
         say("sent")
-        try:
+        with contextlib.nullcontext() if took_part else is_missed:
             work.wait()
-        except PeerLostError as error:
-            lost = error.peers
         say("over")
     elif comm.rank == 2:
         wait_until_said("sent", 1)
@@ -237,13 +236,6 @@ def beside_one_that_left(took_part: bool) -> tuple[int, ...]:
         with contextlib.nullcontext() if took_part else contextlib.suppress(PeerLostError):
             comm.broadcast(data, 0)
         wait_until_said("over", 1)
-    return lost
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(("took_part", "lost"), [(True, ()), (False, (2,))])
-def test_who_closed_without_its_part_is_missed_long_before_the_deadline(took_part: bool, lost: tuple[int, ...]) -> None:
-    assert ProcessRanks(3, backend="gloo").run(beside_one_that_left, took_part) == [lost, (), ()]
 
 
 def in_a_forked_child(port: int) -> int | None:

@@ -11,24 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore, PrefixStore
 
 import bagua.comm
-from bagua.comm import Work, long_wait
-from bagua.comm.communicator import Communicator
-from bagua.comm.long_wait import Activity
-from bagua.comm.records.deadlock import AwaitedCall, Deadlocks, Standstill, stuck
-from bagua.comm.records.recorder import Recorder
+from bagua.comm import Communicator, Membership, Recorder, Transport, Work, long_wait
+from bagua.comm.records.deadlock import Activity, AwaitedCall, Deadlocks, Standstill, stuck
 from bagua.comm.store.keys import behind_token, bottom_of
 from bagua.comm.transports import registry as checked_module
 from bagua.comm.transports.c10d.torch_transport import C10dTransport
-from bagua.comm.transports.contract import Membership, Transport
-from bagua.comm.transports.registry import CheckedTransport
 from bagua.errors import BaguaError, CollectiveMismatchError, CollectiveTimeoutError
 from bagua.parallel.module import with_bagua
-from tests.comm.memory_ranks import run_on_gloo, values
+from tests.comm.memory_ranks import on_communicators, run_on_gloo, values
 from tests.comm.test_memory_failures import LEGAL
-from tests.harness import mlp, sgd, train_steps
+from tests.harness import mlp, on_ranks, sgd, train_steps
 
 #: Taken once: ranks that are threads are impatient at the same time.
 PATIENT = long_wait.FIRST_WARNING_S, long_wait.LOOK_S
@@ -68,32 +62,24 @@ def test_calls_on_two_communicators_that_wait_for_each_other_end_alike_on_all_ra
     assert "more batches" in errors[0].advice
 
 
-def crossed_messages() -> BaguaError:
+@on_ranks(2, pool="rank_pool")
+def test_a_message_and_a_collective_that_wait_for_each_other_end_alike() -> None:
     """Rank 0 waits for a message, rank 1 for rank 0 in a collective of another group."""
     group = bagua.comm.get_default_group()
     other = group.duplicate()
-    if group.rank:
-        return error_of(lambda: other.global_communicator.allreduce(torch.ones(2)))
-    return error_of(lambda: group.global_communicator.recv(torch.ones(2), 1))
-
-
-def test_a_message_and_a_collective_that_wait_for_each_other_end_alike(ranks):
-    errors = ranks(2, crossed_messages)
-    assert [(type(error), error.peers) for error in errors] == [(CollectiveMismatchError, (0, 1))] * 2
-
-
-def other_sizes(sizes: tuple[int, int]) -> BaguaError:
-    comm = bagua.comm.get_default_group().global_communicator
-    comm.barrier()
-    return error_of(lambda: comm.allreduce(torch.ones(sizes[comm.rank])))
+    calls = group.global_communicator.recv, other.global_communicator.allreduce
+    error = error_of(lambda: calls[group.rank](torch.ones(2), *([] if group.rank else [1])))
+    assert (type(error), error.peers) == (CollectiveMismatchError, (0, 1))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (2, 1)], ids=str)
-def test_ranks_in_calls_of_the_same_number_that_differ_are_told_of_both(ranks, sizes):
-    errors = ranks(2, other_sizes, sizes)
-    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
-    said = f"{errors[0].expected}; {errors[0].seen}"
-    assert all(f"#2 allreduce({size} x float32, sum)" in said for size in sizes)
+@on_ranks(2, pool="rank_pool")
+def test_ranks_in_calls_of_the_same_number_that_differ_are_told_of_both(sizes):
+    comm = bagua.comm.get_default_group().global_communicator
+    comm.barrier()
+    error = error_of(lambda: comm.allreduce(torch.ones(sizes[comm.rank])))
+    assert type(error) is CollectiveMismatchError
+    assert all(f"#2 allreduce({size} x float32, sum)" in f"{error.expected}; {error.seen}" for size in sizes)
 
 
 def uneven(algorithm: str) -> BaguaError:
@@ -118,7 +104,8 @@ def test_uneven_batches_and_a_count_at_the_end_are_found_on_both_ranks(ranks, al
     assert errors[0].seen == errors[1].expected
 
 
-def busy_elsewhere() -> float:
+@on_ranks(2, pool="rank_pool")
+def test_a_rank_whose_other_thread_goes_on_is_waited_for() -> None:
     """Rank 0 waits; a thread of rank 1 waits for rank 0 on another group, while rank 1 computes, and comes late."""
     group = bagua.comm.get_default_group()
     comm, other = group.global_communicator, group.duplicate().global_communicator
@@ -133,33 +120,26 @@ def busy_elsewhere() -> float:
         else:
             comm.allreduce(tensor)
             other.allreduce(torch.ones(1))
-    return float(tensor)
+    assert float(tensor) == 2.0
 
 
-def test_a_rank_whose_other_thread_goes_on_is_waited_for(ranks):
-    assert ranks(2, busy_elsewhere) == [2.0, 2.0]
-
-
-def haunted() -> float:
+@on_ranks(2, pool="rank_pool")
+def test_what_a_rank_said_in_an_earlier_wait_does_not_count() -> None:
     """Rank 0 waits; rank 1 computes, and what it said in an earlier wait lies in the store."""
     group = bagua.comm.get_default_group()
     other = group.duplicate().label
     said = Standstill(0, (AwaitedCall(f"{other} [0, 1]", 1, (0, 1), "barrier"),), {"world [0, 1]": 0})
     tensor = torch.ones(1)
     if group.rank:
-        store = PrefixStore(f"bagua/waits/{group.recorder.job}", behind_token(bottom_of(group.store)))
+        store = torch.distributed.PrefixStore(f"bagua/waits/{group.recorder.job}", behind_token(bottom_of(group.store)))
         store.set("1", json.dumps([said, 1]))
         time.sleep(1.5)  # Many looks.
     with impatient():
         group.global_communicator.allreduce(tensor)
-    return float(tensor)
+    assert float(tensor) == 2.0
 
 
-def test_what_a_rank_said_in_an_earlier_wait_does_not_count(ranks):
-    assert ranks(2, haunted) == [2.0, 2.0]
-
-
-class SlowReaders(HashStore):
+class SlowReaders(torch.distributed.HashStore):
     """A store whose other readers come one by one, each time that somebody asks how many came."""
 
     asked = 0
@@ -285,7 +265,7 @@ def test_a_rank_with_another_call_that_will_end_is_not_stuck():
 
 
 def checked(member: Membership) -> Transport:
-    return CheckedTransport(C10dTransport("gloo", member), C10dTransport("gloo", member.part("check")))
+    return checked_module.CheckedTransport(C10dTransport("gloo", member), C10dTransport("gloo", member.part("check")))
 
 
 # Programs that are right without checks are right with them.
@@ -301,25 +281,23 @@ def checked(member: Membership) -> Transport:
     ],
     ids=" and ".join,
 )  # fmt: skip
-def test_ranks_may_exchange_in_ways_of_their_own(ways: tuple[str, str]) -> None:
-    def program(comm: Communicator) -> list[float]:
-        tensor, mine, other = torch.empty(2), torch.full((2,), float(comm.rank)), 1 - comm.rank
-        works: list[Work | None] = []
-        steps: dict[str, Callable[[], object]] = {
-            "sendrecv": lambda: comm.sendrecv(tensor, mine, other, other),
-            "recv_any": lambda: comm.recv_any(tensor),
-            "recv": lambda: comm.recv(tensor, other),
-            "send": lambda: comm.send(mine, other),
-            "irecv": lambda: works.append(comm.recv(tensor, other, async_op=True)),
-            "isend": lambda: works.append(comm.send(mine, other, async_op=True)),
-            "wait": lambda: [work.wait() for work in works],
-            "wait_backwards": lambda: [work.wait() for work in reversed(works)],
-        }
-        for step in ways[comm.rank].split():
-            steps[step]()
-        return tensor.tolist()
-
-    assert values(run_on_gloo(2, program, transport=checked)) == [[1.0, 1.0], [0.0, 0.0]]
+@on_communicators(2, run_on_gloo, transport=checked)
+def test_ranks_may_exchange_in_ways_of_their_own(comm: Communicator, ways: tuple[str, str]) -> None:
+    tensor, mine, other = torch.empty(2), torch.full((2,), float(comm.rank)), 1 - comm.rank
+    works: list[Work | None] = []
+    steps: dict[str, Callable[[], object]] = {
+        "sendrecv": lambda: comm.sendrecv(tensor, mine, other, other),
+        "recv_any": lambda: comm.recv_any(tensor),
+        "recv": lambda: comm.recv(tensor, other),
+        "send": lambda: comm.send(mine, other),
+        "irecv": lambda: works.append(comm.recv(tensor, other, async_op=True)),
+        "isend": lambda: works.append(comm.send(mine, other, async_op=True)),
+        "wait": lambda: [work.wait() for work in works],
+        "wait_backwards": lambda: [work.wait() for work in reversed(works)],
+    }
+    for step in ways[comm.rank].split():
+        steps[step]()
+    assert tensor.tolist() == [other, other]
 
 
 def a_collective_is_started_before_a_message_is_awaited(comm: Communicator) -> None:
@@ -355,13 +333,12 @@ def test_a_late_rank_is_named_however_late_the_comparison_starts(monkeypatch: py
     monkeypatch.setattr(checked_module, "fingerprint_of", slowly)
     others = threading.Barrier(2)
 
-    def job(comm: Communicator) -> tuple[int, ...]:
+    def job(comm: Communicator) -> None:
         if comm.rank == 1:
             time.sleep(0.8)
         else:
             others.wait()
-        with pytest.raises(CollectiveTimeoutError) as caught:
+        with pytest.raises(CollectiveTimeoutError, check=lambda error: error.peers == (1,)):
             comm.allreduce(torch.ones(3), timeout=0.4)
-        return caught.value.peers
 
-    assert values(run_on_gloo(3, job, transport=checked)) == [(1,)] * 3
+    values(run_on_gloo(3, job, transport=checked))

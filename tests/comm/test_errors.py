@@ -9,7 +9,6 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from bagua import env, errors
 from bagua.comm.startup import formation
 from bagua.comm.startup.default_group import WorldHolder, own_traceback, report_uncaught, uncaught_error
 from tests.interpreters import interpreter
-from tests.launching import REPOSITORY
+from tests.launching import finished
 
 PARENTS = {
     errors.BaguaError: (Exception,),
@@ -238,10 +237,7 @@ def run(tmp_path: Path, backend: str, end: str) -> str:
     """What the launcher and the ranks write."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
-    done = subprocess.run(
-        [*interpreter(), "-m", "bagua.cli.baguarun", "--nproc", "2", str(script), backend],
-        capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
+    done = finished(*interpreter(), "-m", "bagua.cli.baguarun", "--nproc", "2", str(script), backend)
     assert done.returncode == 1
     return done.stderr
 

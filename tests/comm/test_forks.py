@@ -10,13 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bagua.comm import solo_group
-from bagua.comm.communicator import Communicator
-from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm import BackgroundThread, Communicator, solo_group
 from bagua.comm.lifetime.forks import Family, family
 from bagua.comm.transports.c10d.groups import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
-from tests.comm.memory_ranks import run_on_gloo, values
+from tests.comm.memory_ranks import on_communicators, run_on_gloo
 from tests.launching import PATIENCE_S, launched
 
 PROGRAM = ("-m", "tests.comm.fork_programs")
@@ -24,17 +22,11 @@ BACKENDS = [pytest.param("gloo", marks=pytest.mark.gloo), pytest.param("shm", ma
 REFUSED = "refused 11 of 11, asked True CommunicatorClosedError"
 #: What a child does and says; then how it ends, and what the calls of its parent give that were under way.
 CHILDREN = {
-    "end_of_script": ("", 0),
-    "left_by_an_error": ("LookupError: the child's own error", 1),
-    "left_at_once": ("", 0),
-    "destroyed": ("initialized False False", 0),
-    "began_anew": ("alone 1", 0),
-    "collected": ("", 0),
-    "refusals": (REFUSED, 0),
-    "trained": ("refused 2 of 2", 0),
-    "forked_again": (REFUSED, 0),
-    "refusals@thread": (REFUSED, 0),
-}
+    "end_of_script": ("", 0), "left_by_an_error": ("LookupError: the child's own error", 1), "left_at_once": ("", 0),
+    "destroyed": ("initialized False False", 0), "began_anew": ("alone 1", 0), "collected": ("", 0),
+    "refusals": (REFUSED, 0), "trained": ("refused 2 of 2", 0),
+    "forked_again": (REFUSED, 0), "refusals@thread": (REFUSED, 0),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -67,15 +59,13 @@ def test_an_heir_does_not_keep_connections_open(backend: str, how: str) -> None:
     assert output.splitlines()[-1] == "PeerLostError (1,)", output
 
 
-def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
-    def in_a_child(comm: Communicator) -> None:
-        comm.pipeline.in_use.acquire()
-        comm.pipeline.disown()
-        with pytest.raises(CommunicatorClosedError, match="forked"):
-            comm.allreduce(torch.ones(3))
-        comm._transport.close()  # There is no parent that would.
-
-    values(run_on_gloo(2, in_a_child))
+@on_communicators(2, run_on_gloo)
+def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child(comm: Communicator) -> None:
+    comm.pipeline.in_use.acquire()
+    comm.pipeline.disown()
+    with pytest.raises(CommunicatorClosedError, match="forked"):
+        comm.allreduce(torch.ones(3))
+    comm._transport.close()  # There is no parent that would.
 
 
 def test_a_group_that_another_thread_closes_keeps_no_lock_in_a_child() -> None:

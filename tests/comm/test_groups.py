@@ -13,12 +13,8 @@ import bagua.parallel as bagua_parallel
 import bagua.torch_api
 from bagua import errors
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
-from bagua.comm import NON_MEMBER, NonMember, ProcessGroup, functional
-from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.records.recorder import Recorder
-from bagua.comm.startup.adoption import as_group
-
-LAYOUTS = [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]]
+from bagua.comm import NON_MEMBER, BackgroundThread, NonMember, ProcessGroup, Recorder, as_group, functional
+from tests.harness import on_ranks
 
 
 def total(communicator):
@@ -33,18 +29,16 @@ def look_at_hosts():
     world, intra, inter = group.global_communicator, group.intra_node_communicator, group.inter_node_communicator
     getters = group.get_global_communicator, group.get_intra_node_communicator, group.get_inter_node_communicator
     return {
-        "node_sizes": group.node_sizes,
-        "place": (group.node_rank, group.local_rank, group.local_size),
+        "node_sizes": group.node_sizes, "place": (group.node_rank, group.local_rank, group.local_size),
         "module": (bagua.comm.get_node_rank(), bagua.comm.get_local_rank(), bagua.comm.get_local_size()),
-        "world": total(world),
-        "intra": (intra.ranks, total(intra)),
+        "world": total(world), "intra": (intra.ranks, total(intra)),
         "inter": (inter.ranks, total(inter)) if inter else None,
         "getters": [getter() is one for getter, one in zip(getters, (world, intra, inter), strict=True)],
         "are global": (intra is world, inter is world),
-    }
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]], ids=str)
 def test_hosts_and_their_communicators(ranks, hosts):
     size = sum(hosts)
     firsts = [sum(hosts[:node]) for node in range(len(hosts))]
@@ -52,31 +46,25 @@ def test_hosts_and_their_communicators(ranks, hosts):
         node = max(node for node, first in enumerate(firsts) if first <= rank)
         local, place = range(firsts[node], firsts[node] + hosts[node]), (node, rank - firsts[node], hosts[node])
         assert seen == {
-            "node_sizes": tuple(hosts),
-            "place": place,
-            "module": place,
-            "world": size * (size + 1) / 2,
+            "node_sizes": tuple(hosts), "place": place, "module": place, "world": size * (size + 1) / 2,
             "intra": (tuple(local), sum(other + 1.0 for other in local)),
             "inter": (tuple(firsts), sum(first + 1.0 for first in firsts)) if rank in firsts else None,
-            "getters": [True] * 3,
-            "are global": (len(hosts) == 1, len(hosts) == size),
-        }, f"rank {rank}"
+            "getters": [True] * 3, "are global": (len(hosts) == 1, len(hosts) == size),
+        }, f"rank {rank}"  # fmt: skip
 
 
-def nest_groups():
+@on_ranks(4, pool="rank_pool", hosts=[2, 2])
+def test_a_group_in_a_group_needs_nobody_from_outside():
     outer = bagua.comm.new_group([1, 2, 3])
-    if not outer:
-        return None  # and this rank takes no part in what follows
-    inner = outer.subgroup([0, 2])
-    return None if not inner else (inner.ranks, inner.nodes, total(inner.global_communicator))
+    if outer:  # The other rank takes no part in what follows.
+        inner = outer.subgroup([0, 2])
+        assert bool(inner) == (bagua.comm.get_rank() != 2)
+        assert not inner or (inner.ranks, inner.nodes, total(inner.global_communicator)) == ((1, 3), (0, 1), 6.0)
+    assert bool(outer) == (bagua.comm.get_rank() != 0)
 
 
-def test_a_group_in_a_group_needs_nobody_from_outside(ranks):
-    member = ((1, 3), (0, 1), 6.0)
-    assert ranks(4, nest_groups, hosts=[2, 2]) == [None, member, None, member]
-
-
-def use_all_forms():
+@on_ranks(4, pool="rank_pool")
+def test_a_group_is_taken_in_each_form():
     """The same ranks named in each way, and each way in which a rank is none of them."""
     odd = bagua.comm.new_group(range(3, 0, -2))
     forms, seen = [odd, odd.global_communicator], []
@@ -90,14 +78,9 @@ def use_all_forms():
         answer = bagua.comm.broadcast_object("odd", comm=form)
         place = bagua.comm.get_rank(form), bagua.comm.get_world_size(form)
         seen.append((*place, everywhere.item(), at_one.item(), sent.item(), answer))
-    return seen
-
-
-def test_a_group_is_taken_in_each_form(ranks):
-    for rank, seen in enumerate(ranks(4, use_all_forms)):
-        assert len(seen) in (2, 3)
-        own, reduced = rank + 1.0, 6.0 if rank == 3 else rank + 1.0
-        assert set(seen) == {(rank // 2, 2, 6.0, reduced, 4.0, "odd") if rank % 2 else (-1, -1, own, own, own, None)}
+    rank = bagua.comm.get_rank()
+    own, reduced = rank + 1.0, 6.0 if rank == 3 else rank + 1.0
+    assert set(seen) == {(rank // 2, 2, 6.0, reduced, 4.0, "odd") if rank % 2 else (-1, -1, own, own, own, None)}
 
 
 def test_what_is_no_group_is_refused():
@@ -123,49 +106,40 @@ def test_the_sentinel_has_each_call_of_a_communicator():
     NON_MEMBER.close()
 
 
-def test_models_are_not_wrapped_for_a_group_of_others(thread_ranks):
-    def wrap_on_the_outside():
-        group = bagua.comm.new_group([0])
-        if group:
-            return None
-        found = []
-        for wrap in (
-            lambda: torch.nn.Linear(1, 1).with_bagua([], "allreduce", process_group=group),
-            lambda: bagua_parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group),
-            lambda: AsyncModelAverageAlgorithmImpl(group),
-            lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER),
-        ):
+@on_ranks(2)
+def test_models_are_not_wrapped_for_a_group_of_others():
+    group = bagua.comm.new_group([0])
+    for argument, wrap in (
+        ("process_group", lambda: torch.nn.Linear(1, 1).with_bagua([], "allreduce", process_group=group)),
+        ("process_group", lambda: bagua_parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)),
+        ("process_group", lambda: AsyncModelAverageAlgorithmImpl(group)),
+        ("group", lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER)),
+    ):
+        if not group:
             with pytest.raises(errors.InvalidRankError, match="not a member") as caught:
                 wrap()
-            found.append(caught.value.argument)
-        return found
-
-    assert thread_ranks(2, wrap_on_the_outside) == [None, ["process_group"] * 3 + ["group"]]
+            assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize("wrong", [[], [0, 0], [3], [-1], ["0"], [True, 0]], ids=str)
-def test_what_is_no_set_of_ranks(thread_ranks, wrong):
-    def ask():
-        with pytest.raises(errors.InvalidRankError, match="different whole numbers from 0 to 2"):
-            bagua.comm.new_group(wrong)
-        return total(bagua.comm.get_default_group().global_communicator)
-
-    assert thread_ranks(3, ask) == [6.0] * 3
+@on_ranks(3)
+def test_what_is_no_set_of_ranks(wrong):
+    with pytest.raises(errors.InvalidRankError, match="different whole numbers from 0 to 2"):
+        bagua.comm.new_group(wrong)
+    assert total(bagua.comm.get_default_group().global_communicator) == 6.0
 
 
-def ask_for_different_groups():
+@on_ranks(3, pool="rank_pool")
+def test_ranks_that_ask_for_different_groups_all_hear_of_it_and_go_on():
     with pytest.raises(errors.CollectiveMismatchError, match="different groups") as caught:
         bagua.comm.new_group([0, 1] if bagua.comm.get_rank() == 0 else [0, 2])
     assert "[0, 1]" in str(caught.value)
     assert "[0, 2]" in str(caught.value)
-    return total(bagua.comm.new_group([0, 1, 2]).global_communicator)
+    assert total(bagua.comm.new_group([0, 1, 2]).global_communicator) == 6.0
 
 
-def test_ranks_that_ask_for_different_groups_all_hear_of_it_and_go_on(ranks):
-    assert ranks(3, ask_for_different_groups) == [6.0] * 3
-
-
-def use_duplicates():
+@on_ranks(3, pool="rank_pool", hosts=[2, 1])
+def test_duplicates_live_and_end_apart():
     group = bagua.comm.get_default_group()
     copies = [group.duplicate(), group.duplicate("mine")]
     assert "mine" in copies[1].global_communicator.label
@@ -179,44 +153,36 @@ def use_duplicates():
     copies[0].close()
     with pytest.raises(errors.CommunicatorClosedError):
         total(copies[0].global_communicator)
-    return [*sums, total(group.global_communicator), total(copies[1].global_communicator)]
+    assert [*sums, total(group.global_communicator), total(copies[1].global_communicator)] == [6.0] * 5
 
 
-def test_duplicates_live_and_end_apart(ranks):
-    assert ranks(3, use_duplicates, hosts=[2, 1]) == [[6.0] * 5] * 3
-
-
-def test_destroying_ends_every_group_and_goes_on_after_an_error(thread_ranks):
-    def destroy():
-        group = bagua.comm.get_default_group()
-        extra = bagua.comm.new_group([0, 1])
-        communicator, called = extra.global_communicator, []
-        close = communicator._transport.close
-        communicator._transport.close = lambda: (close(), 1 / 0)
-        extra.when_closing(lambda: called.append("first"))
-        extra.when_closing([].pop)
-        with pytest.raises(IndexError):  # the first of two errors
-            bagua.comm.destroy_process_group()
+@on_ranks(2)
+def test_destroying_ends_every_group_and_goes_on_after_an_error():
+    group = bagua.comm.get_default_group()
+    extra = bagua.comm.new_group([0, 1])
+    communicator, called = extra.global_communicator, []
+    close = communicator._transport.close
+    communicator._transport.close = lambda: (close(), 1 / 0)
+    extra.when_closing(lambda: called.append("first"))
+    extra.when_closing([].pop)
+    with pytest.raises(IndexError):  # the first of two errors
         bagua.comm.destroy_process_group()
-        with pytest.raises(errors.NotInitializedError, match="init_process_group"):
-            bagua.comm.allreduce(torch.ones(1))
-        return called, communicator.usable, group.global_communicator.usable, bagua.comm.is_initialized()
+    bagua.comm.destroy_process_group()
+    with pytest.raises(errors.NotInitializedError, match="init_process_group"):
+        bagua.comm.allreduce(torch.ones(1))
+    assert (called, communicator.usable, group.global_communicator.usable) == (["first"], False, False)
+    assert not bagua.comm.is_initialized()
 
-    assert thread_ranks(2, destroy) == [(["first"], False, False, False)] * 2
 
-
-def count_everything():
+@on_ranks(2, pool="rank_pool")
+def test_statistics_count_all_communicators_closed_ones_too():
     group = bagua.comm.get_default_group()
     for one in (group, group.duplicate(), bagua.comm.new_group([0, 1])):
         one.global_communicator.allreduce(torch.ones(5))
         one.close() if one is not group else None
-    return bagua.comm.stats()["allreduce"]
-
-
-def test_statistics_count_all_communicators_closed_ones_too(ranks):
-    for seen in ranks(2, count_everything):
-        assert (seen.calls, seen.bytes, seen.sent_bytes) == (3, 60, 60)
-        assert seen.seconds > 0
+    seen = bagua.comm.stats()["allreduce"]
+    assert (seen.calls, seen.bytes, seen.sent_bytes) == (3, 60, 60)
+    assert seen.seconds > 0
 
 
 def test_each_thread_rank_has_its_own_default_group(thread_ranks):
@@ -231,29 +197,22 @@ def test_each_thread_rank_has_its_own_default_group(thread_ranks):
     assert not bagua.comm.is_initialized()
 
 
-def join_torch_groups():
+@pytest.mark.gloo
+@on_ranks(3, pool="process_pool", hosts=[1, 2])
+def test_groups_of_torch_can_be_joined_by_their_members():
     rank = dist.get_rank()
     torch_group = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(errors.InvalidRankError, match="not a member"):
             bagua.comm.from_torch_group(torch_group)
-    seen = []
     for _ in range(2 if rank != 1 else 0):
         group = bagua.comm.from_torch_group(torch_group)
-        seen.append((group.ranks, group.rank, group.node_sizes, total(group.global_communicator)))
+        assert (group.ranks, group.rank, group.node_sizes) == ((0, 2), rank // 2, (1, 1))
+        assert total(group.global_communicator) == 4.0
     world = bagua.comm.from_torch_group()
-    seen.append((world.ranks, total(world.global_communicator)))
+    assert (world.ranks, total(world.global_communicator)) == ((0, 1, 2), 6.0)
     bagua.comm.destroy_process_group()
-    return seen, world.global_communicator.usable
-
-
-@pytest.mark.gloo
-def test_groups_of_torch_can_be_joined_by_their_members(process_ranks):
-    (first, closed_first), (outside, _), (last, _) = process_ranks(3, join_torch_groups, hosts=[1, 2])
-    assert first == [((0, 2), 0, (1, 1), 4.0)] * 2 + [((0, 1, 2), 6.0)]
-    assert last == [((0, 2), 1, (1, 1), 4.0)] * 2 + [((0, 1, 2), 6.0)]
-    assert outside == [((0, 1, 2), 6.0)]
-    assert closed_first is False
+    assert not world.global_communicator.usable
 
 
 def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(monkeypatch):
@@ -261,6 +220,5 @@ def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(mon
     monkeypatch.setattr("bagua.comm.group.create_transport", lost)
     for ranks, peers in (([0, 1], (0,)), ([4, 5], ())):
         said = f"rank {ranks[1]} lost the store .*the set-up of pair"
-        with pytest.raises(errors.PeerLostError, match=said) as caught:
+        with pytest.raises(errors.PeerLostError, match=said, check=lambda error, peers=peers: error.peers == peers):
             ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Recorder())
-        assert caught.value.peers == peers

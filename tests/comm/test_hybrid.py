@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 import bagua.comm
 from bagua import env
@@ -19,11 +18,11 @@ from bagua.comm.transports.hybrid import HybridTransport, slice_owners
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.shm import attach as shm_attach
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
-from bagua.testing import ProcessRanks
-from bagua.testing.ranks import this_rank
+from bagua.testing import ProcessRanks, this_rank
 from tests.comm.memory_ranks import all_kinds
 from tests.contract.exercises import communicator
 from tests.contract.transports import TransportContract
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.hybrid
 
@@ -84,7 +83,8 @@ def test_a_rank_that_dies_between_pieces(pool) -> None:
     assert [one.value for one in pool.outcomes(lose_a_rank_between_pieces, hosts=[2, 2])[:3]] == [(3,)] * 3
 
 
-def send_off_before_gathering() -> None:
+@on_ranks(4, pool="pool", hosts=[2, 2])
+def test_a_call_is_sent_off_while_the_one_before_is_on_its_way() -> None:
     """The first of two allreduces is gathered only when all pieces of the second are on their way."""
     hybrid._PIECE_BYTES = 16384
     slices, sent, ended = hybrid._Slices, threading.Event(), []
@@ -109,12 +109,12 @@ def send_off_before_gathering() -> None:
         assert tensor.unique().tolist() == [6.0 + 4 * more]
 
 
-def test_a_call_is_sent_off_while_the_one_before_is_on_its_way(pool) -> None:
-    pool.run(send_off_before_gathering, hosts=[2, 2])
+@on_ranks(4, pool="pool", hosts=[2, 2])
+def test_a_rank_that_cannot_gather() -> None:
+    """Rank 1 cannot gather the second of more pieces than may be on their way, while the next call has begun.
 
-
-def fail_to_gather() -> list[str]:
-    """Rank 1 cannot gather the second of more pieces than may be on their way, while the next call has begun."""
+    That must not take the rest of this one for its own.
+    """
     hybrid._PIECE_BYTES = 4096
     group, reduce, seen = bagua.comm.get_default_group(), HybridTransport._reduce, []
     refuse = Mock(side_effect=MemoryError("nothing left"))
@@ -133,30 +133,21 @@ def fail_to_gather() -> list[str]:
             found.append("no error")
         except (CommunicationError, MemoryError) as error:
             found.append(f"{type(error).__name__} {getattr(error, 'peers', error)}")
-    return found
-
-
-def test_a_rank_that_cannot_gather(pool) -> None:
-    """The next call must not take the rest of this one for its own."""
-    results = pool.run(fail_to_gather, hosts=[2, 2])
-    lost = ["PeerLostError (1,)"] * 2
-    assert results == [lost, ["CommunicatorClosedError ()", "MemoryError nothing left"], lost, lost]
+    own = ["CommunicatorClosedError ()", "MemoryError nothing left"]
+    assert found == (own if group.rank == 1 else ["PeerLostError (1,)"] * 2)
 
 
 def test_every_slice_has_one_owner_on_each_host() -> None:
     assert slice_owners([[0], [1, 2, 3], [4, 5]]) == [(0, 1, 4), (0, 2, 5), (0, 3, 4)]
 
 
-def break_one_host() -> None:
+@on_ranks(3, pool="pool", hosts=[2, 1])
+def test_one_host_that_cannot_is_everyone() -> None:
     """Rank 1 cannot have shared memory; the rank alone on the other host hears of it."""
     if bagua.comm.get_rank() == 1:
         shm_attach.create_memory = Mock(side_effect=OSError("no memory for this test"))
     with pytest.raises(TransportUnavailableError, match="no memory for this test"):
         bagua.comm.get_default_group().duplicate()
-
-
-def test_one_host_that_cannot_is_everyone(pool) -> None:
-    pool.run(break_one_host, hosts=[2, 1])
 
 
 # Two hosts for the kernel: rank 2 lives in a network namespace of its own. Names carry the process id, so that two
@@ -197,7 +188,7 @@ def live_on_two_hosts(backend: str | None, near: str, far: str) -> tuple[str, tu
     assert ctypes.CDLL(None).setns(os.open(f"/run/netns/{name}", os.O_RDONLY), 0) == 0
     env.overlay({"GLOO_SOCKET_IFNAME": interface})
     patience = timedelta(seconds=20)
-    store = TCPStore(ADDRESS, PORT, 3, is_master=rank == 0, timeout=patience, wait_for_workers=False)
+    store = torch.distributed.TCPStore(ADDRESS, PORT, 3, is_master=rank == 0, timeout=patience, wait_for_workers=False)
     try:
         bagua.comm.init_process_group(backend=backend, store=store, rank=rank, world_size=3, timeout=patience)
     except TransportUnavailableError as error:

@@ -16,15 +16,15 @@ from bagua import errors
 from bagua.comm.startup import formation, initialization
 from bagua.comm.store.asking import come_together
 from bagua.comm.store.serving import connect_store, thread_store
-from bagua.testing import ProcessRanks, ThreadRanks
-from bagua.testing.ranks import this_rank
-from tests.harness import in_threads
+from bagua.testing import ProcessRanks, ThreadRanks, this_rank
+from tests.harness import in_threads, on_ranks
 from tests.interpreters import interpreter
 from tests.launching import ends, finished, free_port, launched
 
 #: Ranks that do not initialize by themselves.
-THREADS = ThreadRanks(4, backend=None)
-PROCESSES = ProcessRanks(3, backend=None)
+THREADS, PROCESSES = ThreadRanks(4, backend=None), ProcessRanks(3, backend=None)
+threads, processes = pytest.fixture(lambda: THREADS), pytest.fixture(lambda: PROCESSES)
+free = pytest.fixture(free_port)
 
 
 def total():
@@ -43,7 +43,8 @@ def init_thread(store, world_size, **options):
     return total()
 
 
-def start_alone():
+@on_ranks(1, pool="processes")
+def test_without_a_launcher_a_process_is_a_world_and_a_second_call_changes_nothing():
     assert (bagua.comm.get_rank(), bagua.comm.get_world_size()) == (0, 1)
     bagua.comm.init_process_group()
     assert dist.is_initialized()
@@ -52,13 +53,9 @@ def start_alone():
         bagua.comm.init_process_group()
     assert bagua.comm.get_default_group() is group
     facts = [getattr(bagua.comm, f"get_{fact}")() for fact in ("rank", "world_size", "local_rank", "local_size")]
-    result = total()
+    assert (facts, total()) == ([0, 1, 0, 1], 1.0)
     bagua.comm.destroy_process_group()
-    return facts, bagua.comm.get_node_rank(), result, dist.is_initialized(), bagua.comm.is_initialized()
-
-
-def test_without_a_launcher_a_process_is_a_world_and_a_second_call_changes_nothing():
-    assert PROCESSES.run(start_alone, size=1) == [([0, 1, 0, 1], 0, 1.0, False, False)]
+    assert (bagua.comm.get_node_rank(), dist.is_initialized(), bagua.comm.is_initialized()) == (0, False, False)
 
 
 def test_before_initialization_calls_say_what_to_do():
@@ -73,39 +70,31 @@ def told(rank, port):
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def start_as_a_second_agent_of_the_host(port):
+@on_ranks(2, pool="processes")
+def test_initialization_does_not_change_what_the_launcher_said(free):
     """Two launchers on one host, each with one process: scripts choose devices by what these say."""
-    os.environ.update(told(own_rank(), port), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(own_rank()))
+    os.environ.update(told(own_rank(), free), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(own_rank()))
     facts = (bagua.comm.get_local_rank, bagua.comm.get_local_size, bagua.comm.get_node_rank)
     before = [fact() for fact in facts]
     bagua.comm.init_process_group(backend="gloo", timeout=20)
     after, group = [fact() for fact in facts], bagua.comm.get_default_group()
     bagua.comm.destroy_process_group()
-    return before, after, (group.local_rank, group.local_size, group.node_rank)
+    assert before == after == [0, 1, own_rank()]
+    assert (group.local_rank, group.local_size, group.node_rank) == (own_rank(), 2, 0)
 
 
-def test_initialization_does_not_change_what_the_launcher_said():
-    assert PROCESSES.run(start_as_a_second_agent_of_the_host, free_port(), size=2) == [
-        ([0, 1, 0], [0, 1, 0], (0, 2, 0)),
-        ([0, 1, 1], [0, 1, 1], (1, 2, 0)),
-    ]
-
-
-def join_torch(port):
-    os.environ.update(told(own_rank(), port))
+@on_ranks(2, pool="processes")
+def test_an_existing_group_of_torch_is_joined_and_not_destroyed(free):
+    os.environ.update(told(own_rank(), free))
     dist.init_process_group("gloo")
     bagua.comm.init_process_group(timeout=20)
-    result = total()
+    assert total() == 3.0
     bagua.comm.destroy_process_group()
     assert dist.is_initialized(), "it was the user's"
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
-    return result, tensor.item()
-
-
-def test_an_existing_group_of_torch_is_joined_and_not_destroyed():
-    assert PROCESSES.run(join_torch, free_port(), size=2) == [(3.0, 2.0)] * 2
+    assert tensor.item() == 2.0
 
 
 def refusal(variables, port=None, backend=None):
@@ -166,14 +155,11 @@ def test_a_taken_port_is_an_error_of_the_one_who_wants_it():
     ],
     ids=str,
 )  # fmt: skip
+@on_ranks(1, pool="threads")
 def test_arguments_that_cannot_work(options):
-    def ask():
-        with pytest.raises(errors.ConfigurationError) as caught:
-            bagua.comm.init_process_group(**options)
-        assert caught.value.argument
-        return bagua.comm.is_initialized()
-
-    assert THREADS.run(ask, size=1) == [False]
+    with pytest.raises(errors.ConfigurationError, check=lambda error: error.argument):
+        bagua.comm.init_process_group(**options)
+    assert not bagua.comm.is_initialized()
 
 
 #: A year: everything can wait for it.
@@ -197,9 +183,8 @@ def test_a_rank_that_tries_again_meets_those_who_try_for_the_first_time():
 
     def ask():
         if own_rank() == 0:
-            with pytest.raises(errors.CollectiveTimeoutError, match="did not come") as caught:
+            with pytest.raises(errors.CollectiveTimeoutError, match="did not come", check=lambda e: e.peers == (1,)):
                 init_thread(store, 2, timeout=0.2)
-            assert caught.value.peers == (1,)
             assert not bagua.comm.is_initialized()
             gave_up.set()
         assert gave_up.wait(60)

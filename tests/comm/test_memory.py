@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from bagua import env, errors
-from bagua.comm.call import Call
-from bagua.comm.communicator import Communicator
-from bagua.comm.reduction import copy_flat
+from bagua.comm import Call, Communicator, copy_flat
 from bagua.comm.transports.memory import exchange as memory_exchange
 from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline, Notice, Step
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.comm.transports.shm import transport as shm_peers
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import RankKilled, ThreadsTransport
-from tests.comm.memory_ranks import CALLS, KINDS, LARGE, agrees, run, values
+from tests.comm.memory_ranks import CALLS, KINDS, LARGE, agrees, on_communicators, run, values
 from tests.harness import in_threads
 
 pytestmark = pytest.mark.threads
@@ -30,7 +27,7 @@ pytestmark = pytest.mark.threads
 def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory shows what ranks do not lend in pieces of a few elements, which are overwritten."""
     monkeypatch.setattr(env, "shm_staging_bytes", lambda: 64)
-    monkeypatch.setattr(shm_peers, "_OUTBOX_BYTES", (64, 64))
+    monkeypatch.setattr("bagua.comm.transports.shm.transport._OUTBOX_BYTES", (64, 64))
 
 
 @pytest.mark.usefixtures("small_areas")
@@ -122,15 +119,13 @@ def test_autograd_notices_what_is_written(transport: type[MemoryTransport], nume
     assert values(run(2, change, transport=transport)) == [[True, True, False, True], [True, True, True, False]]
 
 
-def test_a_receive_from_any_rank_ends_when_all_others_have_closed() -> None:
-    def part(comm: Communicator) -> None:
-        if comm.rank:
-            comm.close()
-            return
-        with pytest.raises(errors.PeerLostError, match="it closed its communicator"):
-            comm.recv_any(torch.zeros(1))
-
-    values(run(3, part, close=False))
+@on_communicators(3, close=False)
+def test_a_receive_from_any_rank_ends_when_all_others_have_closed(comm: Communicator) -> None:
+    if comm.rank:
+        comm.close()
+        return
+    with pytest.raises(errors.PeerLostError, match="it closed its communicator"):
+        comm.recv_any(torch.zeros(1))
 
 
 @pytest.mark.parametrize("step", ["offer", "settle"])
@@ -170,17 +165,15 @@ def test_receives_by_name_that_come_later_wait_for_the_message_that_is_not_their
     assert values(run(2, part, fault=fault))[0] == [1.0, 2.0]
 
 
-def test_messages_are_exchanged_while_one_from_any_rank_is_awaited() -> None:
-    def part(comm: Communicator) -> object:
-        other, tensor = 1 - comm.rank, torch.zeros(2)
-        work = comm.recv_any(tensor[:1], async_op=True)
-        both = comm.sendrecv(tensor[1:], torch.tensor([5.0]), other, other, async_op=True)
-        comm.send(torch.tensor([7.0]), other)
-        both.wait()
-        assert work.result() == other
-        return tensor.tolist()
-
-    assert values(run(2, part)) == [[5.0, 7.0]] * 2
+@on_communicators(2)
+def test_messages_are_exchanged_while_one_from_any_rank_is_awaited(comm: Communicator) -> None:
+    other, tensor = 1 - comm.rank, torch.zeros(2)
+    work = comm.recv_any(tensor[:1], async_op=True)
+    both = comm.sendrecv(tensor[1:], torch.tensor([5.0]), other, other, async_op=True)
+    comm.send(torch.tensor([7.0]), other)
+    both.wait()
+    assert work.result() == other
+    assert tensor.tolist() == [5.0, 7.0]
 
 
 def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

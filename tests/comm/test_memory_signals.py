@@ -17,8 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from bagua.comm.communicator import Communicator
-from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm import BackgroundThread, Communicator
 from bagua.comm.transports.memory.line import LineState, Words
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.transport import Messages

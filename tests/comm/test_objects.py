@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from bagua import errors
-from bagua.comm import composed
-from bagua.comm.communicator import Communicator
+from bagua.comm import Communicator, composed
 from bagua.comm.objects import as_bytes, decode, encode, encode_failure
 from bagua.testing import ThreadRanks
 from tests.comm.memory_ranks import run_on_gloo, values
 from tests.contract.exercises import communicator
+from tests.harness import on_ranks
 
 
 def on_threads(size: int, job: Callable[[Communicator], Any]) -> list[Any]:
@@ -65,21 +65,17 @@ def test_an_error_between_two_messages_breaks_the_communicator(run, error, async
     assert f"{error.__name__}: in the middle" in said
 
 
-@pytest.mark.threads
+@on_ranks(4)
 def test_an_error_of_an_object_waits_for_those_who_ask() -> None:
     """A call that follows is made, whatever became of the one before it."""
-
-    def job(comm: Communicator) -> tuple[list[float], str, bool]:
-        work = comm.gather_object((lambda: 0) if comm.rank == 2 else 1, 0, async_op=True)
-        tensor = torch.ones(2)
-        comm.allreduce(tensor)
-        return tensor.tolist(), type(work.exception()).__name__, comm.usable
-
-    problems = ["ConfigurationError", "NoneType"] * 2
-    assert on_threads(4, job) == [([4.0, 4.0], problem, True) for problem in problems]
+    comm, tensor = communicator(), torch.ones(2)
+    work = comm.gather_object((lambda: 0) if comm.rank == 2 else 1, 0, async_op=True)
+    comm.allreduce(tensor)
+    assert tensor.tolist() == [4.0, 4.0]
+    assert type(work.exception()) is (type(None) if comm.rank % 2 else errors.ConfigurationError)
+    assert comm.usable
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
@@ -88,17 +84,15 @@ def test_an_error_of_an_object_waits_for_those_who_ask() -> None:
     ],
     ids=["negative length", "large length", "no object"],
 )
+@on_ranks(2)
 def test_what_is_no_object_is_an_error_that_names_the_sender(messages: list[torch.Tensor], problem: str) -> None:
-    def job(comm: Communicator) -> tuple[int, ...]:
-        if comm.rank == 1:
-            for message in messages:
-                comm.send(message, 0)
-            return (1,)
-        with pytest.raises(errors.CollectiveMismatchError, match=problem) as caught:
+    comm = communicator()
+    if comm.rank == 1:
+        for message in messages:
+            comm.send(message, 0)
+    else:
+        with pytest.raises(errors.CollectiveMismatchError, match=problem, check=lambda error: error.peers == (1,)):
             comm.recv_object(1)
-        return caught.value.peers
-
-    assert on_threads(2, job) == [(1,), (1,)]
 
 
 LEAVES = st.one_of(
@@ -143,9 +137,8 @@ def test_values_come_back_also_through_pickle(value, allowed):
     ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_safe_encoding_is_refused_by_name(value):
-    with pytest.raises(errors.ConfigurationError, match="allow_pickle") as caught:
+    with pytest.raises(errors.ConfigurationError, match="allow_pickle", check=lambda error: error.argument == "obj"):
         encode(value)
-    assert caught.value.argument == "obj"
 
 
 def test_subclasses_do_not_lose_their_type_silently():

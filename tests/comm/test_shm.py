@@ -14,14 +14,13 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm import Communicator
+from bagua.comm import Communicator, inject_fault
 from bagua.comm.transports.memory.line import LineState, Step, Words
 from bagua.comm.transports.shm import memory as shm_segments
-from bagua.comm.transports.threads import inject_fault
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, CollectiveTimeoutError
 from tests.comm.memory_ranks import LARGE, SMALL, agrees, all_kinds, ramp
 from tests.contract.exercises import communicator
-from tests.harness import until
+from tests.harness import on_ranks, until
 
 pytestmark = pytest.mark.shm
 
@@ -40,8 +39,10 @@ def summed(comm: Communicator, numel: int) -> torch.Tensor:
     return ramp(0, numel) * comm.size + sum(range(comm.size))
 
 
-def reduce_in_place(numel: int) -> bool:
-    """Whether ordinary memory was needed for a tensor of ``empty``; and for a part of it."""
+@pytest.mark.parametrize("numel", [LARGE, PIECES])
+@on_ranks(3, pool="shm_pool")
+def test_memory_of_the_communicator_is_reduced_where_it_lies(numel: int) -> None:
+    """No ordinary memory is needed for a tensor of ``empty``, nor for a part of it."""
     comm = communicator()
     tensor = comm.empty(numel, dtype=torch.float32).copy_(ramp(comm.rank, numel))
     part = tensor[numel // 2 :]
@@ -51,15 +52,12 @@ def reduce_in_place(numel: int) -> bool:
     other = bagua.comm.get_default_group().duplicate().global_communicator
     other.allreduce(part)
     assert torch.equal(part, comm.size * summed(comm, numel)[numel // 2 :])
-    return any(each._transport._shm_peers._staging is not None for each in (comm, other))
+    assert [each._transport._shm_peers._staging for each in (comm, other)] == [None, None]
 
 
-@pytest.mark.parametrize("numel", [LARGE, PIECES])
-def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
-    assert shm_pool.run(reduce_in_place, numel, size=3) == [False] * 3
-
-
-def mix_memory() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks("size", pool="shm_pool")
+def test_ranks_may_pass_different_memory(size: int) -> None:
     """Some ranks pass a tensor of ``empty``, some an ordinary one."""
     comm = communicator()
     for numel in (LARGE, PIECES + 1):
@@ -74,12 +72,9 @@ def mix_memory() -> None:
                 assert torch.equal(row, summed(comm, numel) + (rank == special))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
-    shm_pool.run(mix_memory, size=size)
-
-
-def exchange_alike_from_changing_places(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(2, pool="shm_pool")
+def test_equal_calls_from_changing_places(seed: int) -> None:
     """Calls of few kinds, one after the other, whose data lies here or there: what is known of the last one ages."""
     comm, choose = communicator(), random.Random(seed)
     other = 1 - comm.rank
@@ -112,87 +107,66 @@ def exchange_alike_from_changing_places(seed: int) -> None:
         assert (output == expected).all(), (number, form, lenders)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
-    shm_pool.run(exchange_alike_from_changing_places, seed, size=2)
+def rebuild(comm: Communicator) -> None:
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    comm.allreduce(tensor)
+    assert (tensor == comm.size).all()
+    comm.empty(LARGE, dtype=torch.float32)  # and one that nobody ever sees
 
 
-def rebuild(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Resources before and after, with one tensor more or less in flight."""
-    comm = communicator()
+def call_with_little(comm: Communicator) -> None:
+    comm.allreduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("job", "times"), [(rebuild, 200), (call_with_little, 4000)], ids=["buckets", "calls"])
+@on_ranks(3, pool="shm_pool")
+def test_nothing_grows(job, times: int) -> None:
     for number in range(times):
-        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
-        comm.allreduce(tensor)
-        assert (tensor == comm.size).all()
-        comm.empty(LARGE, dtype=torch.float32)  # and one that nobody ever sees
-        del tensor
+        job(communicator())
         if number == 10:
             before = resources()
-    return before, resources()
+    after = resources()
+    # A peer may have yet to notice that the last segment has gone.
+    assert after[0] <= before[0] + 2, "descriptors"
+    assert after[1] <= before[1] + 4, "mappings"
 
 
-def many_small_calls(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    comm, tensor = communicator(), torch.zeros(1)
-    comm.allreduce(tensor)
-    before = resources()
-    for _ in range(times):
-        comm.allreduce(tensor)
-    return before, resources()
-
-
-@pytest.mark.parametrize(("job", "times"), [(rebuild, 200), (many_small_calls, 4000)], ids=["buckets", "calls"])
-def test_nothing_grows(shm_pool, job, times: int) -> None:
-    for before, after in shm_pool.run(job, times, size=3):
-        # A peer may have yet to notice that the last segment has gone.
-        assert after[0] <= before[0] + 2, "descriptors"
-        assert after[1] <= before[1] + 4, "mappings"
-
-
-def forget_what_was_read() -> list[int]:
-    """Mappings of a peer's memory that it gave up after a message and after a collective."""
-    comm, counts = communicator(), []
+@on_ranks(2, pool="shm_pool")
+def test_memory_that_was_read_does_not_outlive_its_owner() -> None:
+    """Nothing of a peer's memory that it gave up is mapped after a message and after a collective."""
+    comm = communicator()
     for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
         comm.barrier()
         _, before = resources()
         exchange(comm.empty(LARGE, dtype=torch.float32).fill_(1.0))
         comm.barrier()
         comm._transport._shm_peers._drop_gone()
-        counts.append(resources()[1] - before)
+        assert resources()[1] == before
         comm.barrier()
-    return counts
 
 
-def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
-    assert shm_pool.run(forget_what_was_read, size=2) == [[0, 0], [0, 0]]
-
-
-def files_after_all_kinds() -> list[str]:
-    """Files in ``/dev/shm`` that this process has mapped; locks of ``multiprocessing`` aside."""
+@on_ranks(2, pool="shm_pool")
+def test_dev_shm_is_not_used() -> None:
+    """No file there is mapped; locks of ``multiprocessing`` aside."""
     all_kinds((SMALL, LARGE))
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return [one for one in maps if "/dev/shm/" in one and "/sem.mp-" not in one]
+    assert [one for one in maps if "/dev/shm/" in one and "/sem.mp-" not in one] == []
 
 
-def test_dev_shm_is_not_used(shm_pool) -> None:
-    assert shm_pool.run(files_after_all_kinds, size=2) == [[], []]
-
-
-def wait_for_a_late_rank(late_s: float) -> float:
-    """Share of one core that the waiting took."""
+@on_ranks(3, pool="shm_pool")
+def test_waiting_costs_little() -> None:
     comm = communicator()
     comm.barrier()
     if comm.rank == 0:
-        time.sleep(late_s)
+        time.sleep(1.0)
     spent, started = time.process_time(), time.monotonic()
     comm.barrier()
-    return (time.process_time() - spent) / max(time.monotonic() - started, late_s)
+    share = (time.process_time() - spent) / max(time.monotonic() - started, 1.0)  # Of one core.
+    assert share <= 0.05 or comm.rank == 0
 
 
-def test_waiting_costs_little(shm_pool) -> None:
-    assert max(shm_pool.run(wait_for_a_late_rank, 1.0, size=3)[1:]) <= 0.05
-
-
-def write_in_a_child() -> tuple[bool, bool]:
+@on_ranks(2, pool="shm_pool")
+def test_what_a_forked_child_writes_is_its_own() -> None:
     """What a forked child writes is its own, also if it has closed what it inherited; it closes no file of its own."""
     comm = communicator()
     tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
@@ -212,17 +186,21 @@ def write_in_a_child() -> tuple[bool, bool]:
         gc.collect()
         os.fstat(descriptor)  # An error, if it was closed with the tensor.
         os._exit(0 if same and mine else 1)
-    well = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    untouched = bool((tensor == comm.size).all())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tensor == comm.size).all()
     comm.allreduce(tensor)
-    return well, untouched and bool((tensor == comm.size**2).all())
+    assert (tensor == comm.size**2).all()
 
 
-def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
-    assert shm_pool.run(write_in_a_child, size=2) == [(True, True)] * 2
-
-
-def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "numel", "barrier"),
+    [
+        *((kind, LARGE, 1) for kind in ("allreduce", "broadcast", "alltoall")),
+        ("allreduce", PIECES, -(-PIECES // (1 << 17))),  # pieces of 512 KiB
+    ],
+)
+@on_ranks(2, pool="shm_pool")
+def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(kind: str, numel: int, barrier: int) -> None:
     """A call of rank 1 after which rank 0 leaves at once."""
     matters = False
 
@@ -250,19 +228,10 @@ def read_what_has_left(kind: str, numel: int, barrier: int) -> None:
         assert barrier == 0, "the other rank left before that barrier, or never"
 
 
-@pytest.mark.parametrize(
-    ("kind", "numel", "barrier"),
-    [
-        *((kind, LARGE, 1) for kind in ("allreduce", "broadcast", "alltoall")),
-        ("allreduce", PIECES, -(-PIECES // (1 << 17))),  # pieces of 512 KiB
-    ],
-)
-def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(shm_pool, kind, numel, barrier) -> None:
-    shm_pool.run(read_what_has_left, kind, numel, barrier, size=2)
-
-
-def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
-    """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
+@pytest.mark.parametrize("at", range(1, 7))
+@on_ranks(2, pool="shm_pool")
+def test_a_stopped_rank_does_no_harm_when_it_wakes(at: int) -> None:
+    """Rank 1 is stopped at a step of a call, and woken when rank 0 has given up and used its tensor."""
     world, group = communicator(), bagua.comm.get_default_group()
     pids = world.allgather_object(os.getpid())
     steps: Iterator[int] = itertools.repeat(0)
@@ -273,25 +242,17 @@ def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
 
     with inject_fault(stop if world.rank == 1 else None):
         comm = group.duplicate().global_communicator
-    tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
     comm.allreduce(tensor)
     world.barrier()
     steps = itertools.count(1)  # Of the call that matters.
-    problem = ""
-    try:
+    stopped = comm.rank == 1
+    with contextlib.suppress(BaguaError) if stopped else pytest.raises(CollectiveTimeoutError):
         comm.allreduce(tensor, timeout=1.0)
-    except BaguaError as error:
-        problem = type(error).__name__
     tensor.fill_(-1.0)
-    if comm.rank == 1:
+    if stopped:
         group.store.set("woken", "yes")
     else:
         os.kill(pids[1], signal.SIGCONT)
         group.store.wait(["woken"])
-    return problem, bool((tensor == -1.0).all())
-
-
-@pytest.mark.parametrize("at", range(1, 7))
-def test_a_stopped_rank_does_no_harm_when_it_wakes(shm_pool, at: int) -> None:
-    """Stopped at each step of a call on shared memory; the survivor goes on with its tensor."""
-    assert shm_pool.run(stop_and_wake, LARGE, at, size=2)[0] == ("CollectiveTimeoutError", True)
+        assert (tensor == -1.0).all()

@@ -15,25 +15,19 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from torch.distributed import PrefixStore
 
 import bagua.comm
 from bagua import errors
-from bagua.comm import PhaseDeadline, group_of_seats
-from bagua.comm import torch_forms as tagged
+from bagua.comm import Beats, Membership, PhaseDeadline, connect_beats, consult, gather_values, group_of_seats
 from bagua.comm.startup import formation as seats
-from bagua.comm.startup.formation import fresh
-from bagua.comm.store import keys as bounded
-from bagua.comm.store.asking import Beats, connect_beats, consult, gather_values
 from bagua.comm.store.serving import EtcdStore, connect_store, serve_store, thread_store
-from bagua.comm.transports.contract import Membership
 from bagua.comm.transports.failure import FailureFinder
-from bagua.testing import ProcessRanks
-from bagua.testing.ranks import this_rank
-from tests.harness import stop_process
+from bagua.testing import ProcessRanks, this_rank
+from tests.harness import on_ranks, stop_process
 from tests.launching import free_port, launched
 
 PROCESSES = ProcessRanks(2, backend=None)
+processes, free = pytest.fixture(lambda: PROCESSES), pytest.fixture(free_port)
 #: The loopback device has more than one address, and who listens on all interfaces is reached by each.
 OTHER = "127.0.0.2"
 
@@ -79,24 +73,20 @@ def listening() -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
-def listen_as_launched(port, backend):
+@pytest.mark.gloo
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs the tables of Linux")
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_ranks(2, pool="processes")
+def test_ranks_of_one_host_listen_on_the_loopback_device(free, backend):
     rank = this_rank.get().rank
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free))
     for _ in range(2):  # The process that hosts the store uses it again.
         bagua.comm.init_process_group(backend=backend, timeout=20.0)
         tensor = torch.ones(2)
         bagua.comm.allreduce(tensor)
         found = listening()
         bagua.comm.destroy_process_group()
-    return tensor.tolist(), found
-
-
-@pytest.mark.gloo
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs the tables of Linux")
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_ranks_of_one_host_listen_on_the_loopback_device(backend):
-    found = PROCESSES.run(listen_as_launched, free_port(), backend, size=2)
-    assert found == [([2.0, 2.0], {"0100007F"})] * 2
+    assert (tensor.tolist(), found) == ([2.0, 2.0], {"0100007F"})
 
 
 def start_with_tokens(port, tokens):
@@ -218,7 +208,7 @@ sys.stdin.read()
 @pytest.fixture
 def host(monkeypatch):
     """A store, and how to stop the process that hosts it, and to let it go on."""
-    monkeypatch.setattr(bounded, "_LEAST_S", 0.05)
+    monkeypatch.setattr("bagua.comm.store.keys._LEAST_S", 0.05)
     with launched(1, "-c", HOST) as (process,):
         port, pid = map(int, process.stdout.readline().split())
         go_on = partial(os.kill, pid, signal.SIGCONT)
@@ -232,7 +222,7 @@ def host(monkeypatch):
     [
         lambda store: gather_values(store, "subject", 1, (0, 1), "here", 0.05),
         lambda store: consult(store, "subject", 1, 1, (0, 1), "here", sum, 0.05),
-        lambda store: fresh(store, 1, (0, 1), 0.05),
+        lambda store: seats.fresh(store, 1, (0, 1), 0.05),
         lambda store: FailureFinder(Membership(store, 1, (0, 1), (0, 0), 0.05), lambda: None, bool),
     ],
     ids=["gather_values", "consult", "fresh", "failure finder"],
@@ -267,13 +257,13 @@ def test_what_a_group_asks_of_its_store_ends(host):
     """A connection that is first needed then is not waited for."""
     options = {"backend": "gloo", "timeout_s": 0.05, "meet_s": 20.0}
     group, other = (group_of_seats(host.store, [0], 0, name, **options) for name in ("group", "other"))
-    mail = tagged.mail_of(group.global_communicator)
+    mail = bagua.comm.torch_forms.mail_of(group.global_communicator)
     host.stop()
     for problem, ask in (
         ("does not answer", lambda: group.subgroup([0])),
         ("messages with a tag", lambda: mail.find([0], 7)),
         ("messages with a tag", lambda: mail.receive(torch.zeros(1), 0, 7).wait()),
-        ("does not answer", lambda: tagged.mail_of(other.global_communicator)),
+        ("does not answer", lambda: bagua.comm.torch_forms.mail_of(other.global_communicator)),
         ("does not answer", lambda: other.connect([0], "more", timeout_s=0.05)),
     ):
         with pytest.raises(errors.CollectiveTimeoutError, match=problem):
@@ -301,12 +291,12 @@ def test_who_has_left_does_not_come():
     store = thread_store()
     with pytest.raises(errors.CommunicatorClosedError, match="it left"):
         meet(store, 3, Mock(side_effect=errors.CommunicatorClosedError("it left")))
-    assert not PrefixStore("epoch1", store).check(["here/0"])
+    assert not torch.distributed.PrefixStore("epoch1", store).check(["here/0"])
 
 
 def test_who_wants_to_go_when_all_have_met_connects_with_them():
     store = thread_store()
-    members = PrefixStore("epoch1", store)
+    members = torch.distributed.PrefixStore("epoch1", store)
     looks = 0
 
     def look():

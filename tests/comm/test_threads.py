@@ -13,9 +13,8 @@ from torch.distributed import HashStore
 
 from bagua.comm import Communicator, rehearsal_group
 from bagua.comm.transports import threads
-from bagua.comm.transports.threads import Step, ThreadsTransport
 from bagua.errors import PeerLostError, TransportUnavailableError
-from tests.comm.memory_ranks import membership, run, values
+from tests.comm.memory_ranks import membership, on_communicators, run, values
 
 
 @pytest.mark.threads
@@ -25,7 +24,7 @@ def test_a_rank_in_another_process_is_refused_by_itself_and_by_the_others(rank: 
     store.set(f"threads/world/{other}", f'"{world}"')
     store.set(f"threads/refusal/{other}", f'"{refusal}"')
     with pytest.raises(TransportUnavailableError, match=f"rank 1: {refusal or 'it is in process'}") as caught:
-        ThreadsTransport(membership(store, rank, 2))
+        threads.ThreadsTransport(membership(store, rank, 2))
     assert caught.value.peers == (1,)
 
 
@@ -53,7 +52,7 @@ def test_a_rank_lives_while_its_asynchronous_calls_run() -> None:
     rank_0_waits = threading.Event()
     works: list[Any] = []
 
-    def hook(step: Step) -> None:
+    def hook(step: threads.Step) -> None:
         if step.name == "arrive" and step.rank == 1:
             assert rank_0_waits.wait(10)
             time.sleep(0.1)  # Rank 0 looks several times.
@@ -114,19 +113,17 @@ def test_closing_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.threads
-def test_a_lent_tensor_is_not_kept_after_the_call() -> None:
-    def job(comm: Communicator) -> bool:
-        tensor = torch.ones(100_000)
-        comm.allreduce(tensor)
-        if comm.rank == 0:
-            comm.send(tensor, 1)
-        else:
-            comm.recv(tensor, 0)
-        reference = weakref.ref(tensor)
-        del tensor
-        return reference() is None
-
-    assert values(run(2, job)) == [True, True]
+@on_communicators(2)
+def test_a_lent_tensor_is_not_kept_after_the_call(comm: Communicator) -> None:
+    tensor = torch.ones(100_000)
+    comm.allreduce(tensor)
+    if comm.rank == 0:
+        comm.send(tensor, 1)
+    else:
+        comm.recv(tensor, 0)
+    reference = weakref.ref(tensor)
+    del tensor
+    assert reference() is None
 
 
 def test_peers_hold_what_this_rank_holds_and_the_record_says_what_was_called() -> None:

@@ -7,7 +7,6 @@ from operator import attrgetter
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm import torch_private
 from bagua.errors import TransportUnavailableError
@@ -62,7 +61,7 @@ def test_what_torch_does_not_promise_is_there(name: str) -> None:
 
 def test_a_creator_of_a_backend_can_see_what_is_requested() -> None:
     """Backend ``bagua`` refuses what torch would drop."""
-    assert "backend_config" in c10d._new_process_group_helper.__code__.co_varnames
+    assert "backend_config" in dist.distributed_c10d._new_process_group_helper.__code__.co_varnames
 
 
 def test_seconds_of_ddp_are_known_when_a_step_was_sampled() -> None:

@@ -23,9 +23,8 @@ class Started:
     """A call that completes when it is told to."""
 
     def __init__(self, result=None, error=None):
-        self.ready = threading.Event()
+        self.ready, self.waits = threading.Event(), []
         self.result, self.error = result, error
-        self.waits = []
 
     def complete(self, timeout_s):
         self.waits.append(timeout_s)

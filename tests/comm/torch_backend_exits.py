@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
@@ -14,7 +13,7 @@ def main() -> None:
     dist.init_process_group("bagua")
     pair, twin = dist.new_group(), dist.new_group()
     bagua.init_process_group()
-    wrapped = DistributedDataParallel(nn.Linear(3, 3), process_group=pair)
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=pair)
     for _ in range(2):  # forms the buckets
         wrapped(torch.ones(1, 3)).sum().backward()
     loss = wrapped(torch.ones(1, 3)).sum()

@@ -19,17 +19,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua import errors
-from bagua.comm import ReconfigureOptions
+from bagua.comm import ReconfigureOptions, connect_store
 from bagua.comm.startup import formation
-from bagua.comm.store.serving import connect_store
 from bagua.testing.ranks import this_rank
 from tests.comm import torch_group_forms
-from tests.harness import gradients
+from tests.harness import descend, gradients
 from tests.versions import TORCH, renamed
 
 TIMEOUT_S = 20.0
@@ -270,9 +268,7 @@ def uneven_inputs(size: int) -> None:
         begun = wrapped.module.weight.detach().clone()
         with Join([wrapped], divide_by_initial_world_size=by_all):
             for _ in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                wrapped(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
+                descend(optimizer, wrapped(torch.ones(1, 2)).sum())
         left = [size, size, *range(size - 1, 0, -1)]
         moved = 0.1 * sum(ranks / (size if by_all else ranks) for ranks in left)
         torch.testing.assert_close(wrapped.module.weight.detach(), begun - moved)
@@ -320,10 +316,8 @@ def train_with_hook(state: Any, hook: Any) -> None:
     wrapped.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     for batch in torch.randn(6, 3, 6, generator=torch.Generator().manual_seed(dist.get_rank())):
-        optimizer.zero_grad()
-        wrapped(batch).square().mean().backward()
-        optimizer.step()
-    weights = torch.cat([parameter.detach().view(-1) for parameter in wrapped.parameters()])
+        descend(optimizer, wrapped(batch).square().mean())
+    weights = nn.utils.parameters_to_vector(wrapped.parameters()).detach()
     dist.all_gather(of_all := [torch.empty_like(weights) for _ in range(dist.get_world_size())], weights)
     assert all(torch.equal(weights, other) for other in of_all)
 
@@ -363,7 +357,7 @@ def many_groups(rank: int) -> None:
 
 def fully_sharded(rank: int) -> None:
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
         alone, model = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
         model.load_state_dict(alone.state_dict())
@@ -430,17 +424,6 @@ def lose_a_rank(port: int, size: int) -> None:
         for error in (in_a_call, in_backward, handled[0]):
             assert isinstance(error, errors.PeerLostError)
             assert error.peers == (size - 1,)
-
-
-def mixed_strings() -> None:
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    for names in ("cpu:bagua,cuda:nccl", "cpu:gloo,cuda:bagua", "cuda:gloo,cpu:bagua"):
-        error = raised(errors.ConfigurationError, dist.init_process_group, names, **alone)
-        assert (error.argument, dist.is_initialized()) == ("backend", False)
-    for name in ("cpu:bagua", "bagua"):
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
-        dist.all_reduce(torch.ones(2))
-        dist.destroy_process_group()
 
 
 def handles_of_all(store: dist.Store, handle: str, number: int, members: list[int]) -> list[str]:

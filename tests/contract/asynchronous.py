@@ -167,16 +167,12 @@ def cross_two_communicators() -> None:
     perform("allreduce", one, CallSetting())
 
 
-#: Several pieces on a transport that moves messages in pieces.
-OF_SEVERAL_PIECES = 300_007
-DTYPES = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2)
-
-
 def receive_every_kind() -> None:
     """Sizes, dtypes and layouts; all but rank 0 send, and it learns who sent what, however they come."""
     comm = communicator()
-    settings = [CallSetting(shape=(OF_SEVERAL_PIECES,)), CallSetting(shape=()), CallSetting(shape=(0,))]
-    settings += [CallSetting(dtype=dtype) for dtype in DTYPES]
+    settings = [CallSetting(shape=shape) for shape in ((LARGE,), (), (0,))]
+    dtypes = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2)
+    settings += [CallSetting(dtype=dtype) for dtype in dtypes]
     for setting, async_op in itertools.product(settings, (False, True)):
         if comm.rank:
             comm.send(setting.place(setting.own(comm.rank), comm), 0)

@@ -302,10 +302,6 @@ def _send_and_recv(comm: Communicator, s: CallSetting) -> Exercise:
     return started("send and recv", comm, s, works, received, sent)
 
 
-def _barrier(comm: Communicator, s: CallSetting) -> Exercise:
-    return started("barrier", comm, s, [comm.barrier(**s.options)], [])
-
-
 def several(s: CallSetting) -> list[CallSetting]:
     """Four settings with two dtypes, in an order that mixes them; two of them differ in their numbers only."""
     dtypes = next(dtypes for op, dtypes in LEGAL if op == s.op)
@@ -338,6 +334,6 @@ TENSOR_KINDS: dict[str, Begin] = {
 
 #: All exercises.
 EXERCISES: dict[str, Begin] = {
-    **TENSOR_KINDS, "barrier": _barrier,
+    **TENSOR_KINDS, "barrier": lambda comm, s: started("barrier", comm, s, [comm.barrier(**s.options)], []),
     "allreduce_coalesced": _allreduce_coalesced, "broadcast_coalesced": _broadcast_coalesced,
 }  # fmt: skip

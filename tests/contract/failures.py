@@ -45,20 +45,15 @@ def caught(call: Callable[[], Any], kind: type[errors.BaguaError] = errors.Bagua
     started = time.monotonic()
     try:
         call()
-        learn_from_the_device()
+        if "cpu" not in communicator().device_types:  # On a stream a call is over for the host at once.
+            torch.cuda.synchronize()
+            communicator().barrier()  # Its error comes out of a later one.
     except errors.BaguaError as error:
         seconds = time.monotonic() - started
         assert isinstance(error, kind), f"{error!r}"
         assert said in str(error), str(error)
         return Caught(error, seconds)
     raise AssertionError("no error was raised")
-
-
-def learn_from_the_device() -> None:
-    """On a stream a call is over for the host at once: its error comes out of a later one."""
-    if "cpu" not in communicator().device_types:
-        torch.cuda.synchronize()
-        communicator().barrier()
 
 
 def say(what: str) -> None:

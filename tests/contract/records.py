@@ -1,7 +1,6 @@
 """Chapter 6: objects, counters and the ring buffer of calls."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -57,8 +56,12 @@ def send_unsafe_objects() -> None:
     surrogate = type("Odd", (), {"__module__": "\udcff"})
     broken = (endless, 10**5000, torch.empty(2, device="meta"), surrogate())
     for unsafe in (Fraction(1, 3), object, len, {"deep": [Fraction(1, 3)]}, *broken):
-        for call in object_calls(unsafe if rank == size - 1 else "harmless", root=size - 1):
-            caught(partial(call, comm), ConfigurationError, "obj")
+        mine = unsafe if rank == size - 1 else "harmless"
+        for call in (
+            partial(comm.broadcast_object, mine, size - 1), partial(comm.allgather_object, mine),
+            partial(comm.scatter_object, [mine] * size if rank == size - 1 else None, size - 1),
+        ):  # fmt: skip
+            caught(call, ConfigurationError, "obj")
             assert comm.usable
     error = caught(lambda: comm.broadcast_object(10**5000, size - 1), ConfigurationError, "ValueError").error
     assert isinstance(error.__cause__, ValueError) == (rank == size - 1)
@@ -69,15 +72,6 @@ def send_unsafe_objects() -> None:
         assert comm.gather_object(mine) is None
     caught(lambda: comm.allgather_object(Fraction(rank + 1, 3)), ConfigurationError, "Fraction")
     perform("allreduce", comm, CallSetting())
-
-
-def object_calls(mine: object, root: int) -> list[Callable[[Communicator], Any]]:
-    """The object collectives from which every rank gets something of the root."""
-    return [
-        lambda c: c.broadcast_object(mine, root),
-        lambda c: c.allgather_object(mine),
-        lambda c: c.scatter_object([mine] * c.size if c.rank == root else None, root),
-    ]
 
 
 def send_pickled_objects() -> None:

@@ -16,7 +16,7 @@ import bagua.comm
 import bagua.distributed as dist
 from bagua import errors
 from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
-from tests.harness import until
+from tests.harness import on_ranks, until
 from tests.launching import ends, launched
 from tests.versions import TORCH
 
@@ -75,7 +75,8 @@ def test_places_are_not_known_before_initialization(function, monkeypatch):
         function()
 
 
-def refuse_what_is_not_there():
+@on_ranks(2)
+def test_what_is_missing_is_refused_before_anything_is_sent():
     tensor, pair, store = torch.ones(2), dist.new_group([1, 0]), dist.HashStore()
     cases = [
         (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=-3), ConfigurationError, "tag"),
@@ -115,22 +116,18 @@ def refuse_what_is_not_there():
         (lambda: dist.destroy_process_group(pair.global_communicator), ConfigurationError, "group"),
     ]
     for call, kind, argument in cases:
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, check=lambda error, argument=argument: error.argument == argument):
             call()
-        assert caught.value.argument == argument, caught.value
     with pytest.raises(errors.RepeatedInitializationError):
         dist.init_process_group()
     assert dist.get_process_group_ranks(pair) == [0, 1]
     dist.all_reduce(tensor, group=pair)  # Nothing was sent for what was refused.
     dist.destroy_process_group(pair)
-    return tensor.tolist()
+    assert tensor.tolist() == [2.0, 2.0]
 
 
-def test_what_is_missing_is_refused_before_anything_is_sent(thread_ranks):
-    assert thread_ranks(2, refuse_what_is_not_there) == [[2.0, 2.0]] * 2
-
-
-def call_in_a_group_of_others():
+@on_ranks(3, pool="rank_pool")
+def test_ranks_are_global_and_outsiders_return_at_once():
     """Ranks 2 and 1 have a group, in which rank 2 is rank 1; rank 0 makes the same calls."""
     group = dist.new_group([1, 2])
     tensor, objects = torch.full((2,), float(dist.get_rank())), [dist.get_rank()]
@@ -141,18 +138,13 @@ def call_in_a_group_of_others():
         work.wait()
     source = dist.recv(tensor.zero_(), 1, group) if dist.get_rank() != 1 else dist.send(tensor + 5, 2, group)
     part = dist.split_group(split_ranks=[[2, 0]])
-    return [objects, work is None, source, tensor[0].item(), dist.get_process_group_ranks(part)]
+    expected = [([0], True, -1, 0.0, [0, 2]), ([2], False, None, 2.0, []), ([2], False, 1, 7.0, [0, 2])]
+    found = objects, work is None, source, tensor[0].item(), dist.get_process_group_ranks(part)
+    assert found == expected[dist.get_rank()]
 
 
-def test_ranks_are_global_and_outsiders_return_at_once(ranks):
-    assert ranks(3, call_in_a_group_of_others) == [
-        [[0], True, -1, 0.0, [0, 2]],
-        [[2], False, None, 2.0, []],
-        [[2], False, 1, 7.0, [0, 2]],
-    ]
-
-
-def make_groups_of_neighbours():
+@on_ranks(3, pool="rank_pool")
+def test_groups_and_their_parts():
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(size))
     ends = dist.new_group([0, size - 1])
@@ -165,11 +157,8 @@ def make_groups_of_neighbours():
     mine, everyone = dist.new_subgroups_by_enumeration([[0, 1], [2]])
     alone, _ = dist.new_subgroups(group_size=1)
     dist.monitored_barrier(timeout=timedelta(seconds=20))
-    return len(everyone), *(dist.get_process_group_ranks(group) for group in (mine, alone))
-
-
-def test_groups_and_their_parts(ranks):
-    assert ranks(3, make_groups_of_neighbours) == [(2, [0, 1], [0]), (2, [0, 1], [1]), (2, [2], [2])]
+    found = [dist.get_process_group_ranks(group) for group in (mine, alone)]
+    assert (len(everyone), found) == (2, [[2] if rank == 2 else [0, 1], [rank]])
 
 
 @dataclass
@@ -177,7 +166,8 @@ class Note:
     text: str
 
 
-def send_what_needs_pickle():
+@on_ranks(2)
+def test_objects_are_pickled_only_if_asked_for():
     rank, found = dist.get_rank(), []
     send_or_receive = dist.recv_object_list if rank else dist.send_object_list
     for switch in ({}, {"allow_pickle": True}):
@@ -194,36 +184,27 @@ def send_what_needs_pickle():
                 found.append(gathered[0] == Note("a") if gathered[0] else None)
             except ConfigurationError as error:
                 found.append("pickle" in str(error))
-    return found
-
-
-def test_objects_are_pickled_only_if_asked_for(thread_ranks):
     # Of gather_object, rank 1 gets nothing.
-    assert thread_ranks(2, send_what_needs_pickle) == [[True] * 10, [True] * 7 + [None] + [True] * 2]
+    assert found == [True] * 7 + [None if rank else True] + [True] * 2
 
 
-def test_a_barrier_names_who_is_late(thread_ranks):
-    def be_late():
-        alone = dist.new_group([0], timeout=timedelta(seconds=7))
-        if dist.get_rank() == 1:
-            return None
-        with pytest.raises(errors.CollectiveTimeoutError) as caught:
+@on_ranks(2)
+def test_a_barrier_names_who_is_late():
+    alone = dist.new_group([0], timeout=timedelta(seconds=7))
+    if dist.get_rank() == 0:
+        with pytest.raises(errors.CollectiveTimeoutError, check=lambda error: error.peers == (1,)):
             dist.monitored_barrier(timeout=timedelta(seconds=0.2))
-        return caught.value.peers, alone.timeout_s
-
-    assert thread_ranks(2, be_late) == [((1,), 7.0), None]
+        assert alone.timeout_s == 7.0
 
 
-def use_a_group_of_torch():
+@on_ranks(3, pool="process_pool")
+def test_groups_of_torch_are_taken():
     theirs, tensor = torch.distributed.new_group([0, 2]), torch.ones(1)
     dist.all_reduce(tensor, group=theirs)
     dist.broadcast(tensor, src=2, group=theirs)
     dist.all_reduce(tensor, group=torch.distributed.group.WORLD)
-    return [dist.get_rank(theirs), dist.get_backend(torch.distributed.group.WORLD), tensor.item()]
-
-
-def test_groups_of_torch_are_taken(process_ranks):
-    assert process_ranks(3, use_a_group_of_torch) == [[0, "gloo", 5.0], [-1, "gloo", 5.0], [1, "gloo", 5.0]]
+    assert (dist.get_backend(torch.distributed.group.WORLD), tensor.item()) == ("gloo", 5.0)
+    assert dist.get_rank(theirs) == (0, -1, 1)[dist.get_rank()]
 
 
 def test_a_url_may_say_who_this_process_is(monkeypatch):
@@ -234,22 +215,23 @@ def test_a_url_may_say_who_this_process_is(monkeypatch):
     assert [asked.args[:3] for asked in meet.call_args_list] == [("env://?rank=1&world_size=3", -1, -1)]
 
 
-def test_a_batch_is_refused_before_its_first_message_is_sent(thread_ranks):
-    def refuse_part_of_a_batch():
-        """Rank 0 sends, in a batch of which the last message is refused, and then something else."""
-        other, received, shared = 1 - dist.get_rank(), torch.zeros(1), torch.zeros(1).expand(2)
-        for wrong in (dist.P2POp(dist.irecv, shared, other), dist.P2POp(dist.isend, torch.ones(1), other, tag=-1)):
-            with pytest.raises(ConfigurationError):
-                dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((1,), 7.0), other), wrong])
-        batch = [dist.P2POp(dist.isend, torch.full((1,), 5.0), other), dist.P2POp(dist.irecv, received, other)]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
-        return received.item()
-
-    assert thread_ranks(2, refuse_part_of_a_batch) == [5.0, 5.0]
+@on_ranks(2)
+def test_a_batch_is_refused_before_its_first_message_is_sent():
+    """Ranks send, in a batch of which the last message is refused, and then something else."""
+    other, received, shared = 1 - dist.get_rank(), torch.zeros(1), torch.zeros(1).expand(2)
+    for wrong in (dist.P2POp(dist.irecv, shared, other), dist.P2POp(dist.isend, torch.ones(1), other, tag=-1)):
+        with pytest.raises(ConfigurationError):
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((1,), 7.0), other), wrong])
+    batch = [dist.P2POp(dist.isend, torch.full((1,), 5.0), other), dist.P2POp(dist.irecv, received, other)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert received.item() == 5.0
 
 
-def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(thread_ranks):
+@pytest.mark.parametrize(
+    "order", [["send 1 recv 1", "recv 0 send 0"], ["send 1 recv 2", "recv 0 send 2", "send 0 recv 1"]], ids=len
+)
+def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(thread_ranks, order):
     """NCCL makes one message of a pair after the other, and connects a pair in its first: any circle would hang."""
 
     def start_a_batch():
@@ -260,17 +242,16 @@ def test_a_batch_starts_pair_by_pair_and_of_a_pair_the_lower_rank_sends_first(th
         for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
         started = bagua.comm.get_default_group().global_communicator.history()[-2:]
-        return received.item(), [re.sub(r"#\d+ (\w+)\(.* peer (\d)\)", r"\1 \2", text) for text in started]
+        assert received.item() == (rank - 1) % size
+        return " ".join(re.sub(r"#\d+ (\w+)\(.* peer (\d)\)", r"\1 \2", text) for text in started)
 
-    assert thread_ranks(2, start_a_batch) == [(1.0, ["send 1", "recv 1"]), (0.0, ["recv 0", "send 0"])]
-    assert thread_ranks(3, start_a_batch) == [
-        (2.0, ["send 1", "recv 2"]),
-        (0.0, ["recv 0", "send 2"]),
-        (1.0, ["send 0", "recv 1"]),
-    ]
+    assert thread_ranks(len(order), start_a_batch) == order
 
 
-def reduce_with_factors(make_factor, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("make_factor", [float, torch.tensor], ids=["number", "tensor"])
+@on_ranks(3)
+def test_inputs_are_multiplied_before_they_are_added(make_factor, dtype):
     """PREMUL_SUM, which torch has on NCCL only: the exact results are 1 x 1 + 2 x 10 + 3 x 100 in each element."""
     rank, size = dist.get_rank(), dist.get_world_size()
     op = dist._make_nccl_premul_sum(make_factor(10.0**rank))
@@ -285,35 +266,26 @@ def reduce_with_factors(make_factor, dtype):
     assert torch.equal(at_one, own) or rank == 1
     assert torch.equal(own, torch.full((size, 2), rank + 1.0, dtype=dtype)), "an input was written"
     found = [strided, leaf.detach(), *rows, *shares, *([at_one] if rank == 1 else [])]
-    return torch.cat([tensor.flatten() for tensor in found]).tolist()
+    assert set(torch.cat([tensor.flatten() for tensor in found]).tolist()) == {321.0}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("make_factor", [float, torch.tensor], ids=["number", "tensor"])
-def test_inputs_are_multiplied_before_they_are_added(thread_ranks, make_factor, dtype):
-    for found in thread_ranks(3, reduce_with_factors, make_factor, dtype):
-        assert set(found) == {321.0}
+@on_ranks(2)
+def test_what_has_no_factor_or_no_fraction_is_refused():
+    double, kept, group = dist._make_nccl_premul_sum(2.0), torch.ones(2), dist.new_group([0])
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), double),
+        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM),
+        lambda: bagua.comm.allreduce(torch.ones(2), double),
+    ):
+        with pytest.raises(errors.InvalidReduceOpError, check=lambda error: "multiply" in error.advice.lower()):
+            call()
+    dist.all_reduce(kept, double, group)
+    dist.reduce_scatter_single(torch.empty(2), kept, double, group)
+    assert kept.tolist() == [2.0 - dist.get_rank()] * 2
 
 
-def test_what_has_no_factor_or_no_fraction_is_refused(thread_ranks):
-    def refuse_and_ignore():
-        double, kept, group = dist._make_nccl_premul_sum(2.0), torch.ones(2), dist.new_group([0])
-        for call in (
-            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), double),
-            lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM),
-            lambda: bagua.comm.allreduce(torch.ones(2), double),
-        ):
-            with pytest.raises(errors.InvalidReduceOpError) as caught:
-                call()
-            assert "multiply" in caught.value.advice.lower()
-        dist.all_reduce(kept, double, group)
-        dist.reduce_scatter_single(torch.empty(2), kept, double, group)
-        return kept.tolist()
-
-    assert thread_ranks(2, refuse_and_ignore) == [[2.0, 2.0], [1.0, 1.0]]
-
-
-def communicate_in_callbacks():
+@on_ranks(3, pool="rank_pool")
+def test_a_callback_may_communicate():
     """The callback of each of two calls reduces again, in the order of the calls, with the main thread in no call."""
     threads = []
 
@@ -324,15 +296,11 @@ def communicate_in_callbacks():
         return tensor.item()
 
     numbers = torch.tensor([[1.0], [10.0]])
-    futures = [dist.all_reduce(number, async_op=True).get_future().then(again) for number in numbers]
-    totals = [future.wait() for future in futures]
+    works = [dist.all_reduce(number, async_op=True) for number in numbers]
+    totals = [future.wait() for future in [work.get_future().then(again) for work in works]]
     dist.barrier()
     assert threading.current_thread().name not in threads
-    return [*totals, len(set(threads))]
-
-
-def test_a_callback_may_communicate(ranks):
-    assert ranks(3, communicate_in_callbacks) == [[9.0, 90.0, 1]] * 3
+    assert (totals, len(set(threads))) == ([9.0, 90.0], 1)
 
 
 def test_a_callback_is_refused_inside_another_call(thread_ranks):

@@ -5,65 +5,53 @@ import torch
 
 import bagua.comm
 import bagua.distributed as dist
-from bagua.comm import torch_forms as tagged
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
+from tests.harness import on_ranks
 
 
-def exchange_out_of_order():
+@on_ranks(2, pool="rank_pool")
+def test_messages_are_matched_by_their_tags():
     """Rank 0 sends three messages, which rank 1 asks for in another order than that of sending."""
     rank = dist.get_rank()
     if rank == 0:
         works = [dist.isend(torch.full((2,), float(tag)), 1, tag=tag) for tag in (1, 2, 2)]
         assert all(work.wait() and work.is_completed() for work in works)
         dist.isend(torch.tensor([3.0, 3.0]), 1).wait()
-    found = []
-    if rank == 1:
+    else:
         tensors = torch.zeros(3, 2)
         works = [dist.irecv(tensor, 0, tag=tag) for tensor, tag in zip(tensors, (2, 2, 1), strict=True)]
         dist.recv(tensors[0], 0)  # Of no tag, it overtakes.
-        found.append(tensors[0].tolist())
+        assert tensors[0].tolist() == [3.0, 3.0]
         for work in reversed(works):
             work.wait()
-        found += [*tensors.tolist(), works[0].get_future().wait()[0].tolist()]
+        found = [*tensors.tolist(), works[0].get_future().wait()[0].tolist()]
+        assert found == [[2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
     dist.barrier()
-    return found
 
 
-def test_messages_are_matched_by_their_tags(ranks):
-    _, found = ranks(2, exchange_out_of_order)
-    assert found == [[3.0, 3.0], [2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
-
-
-def receive_from_anybody(tag):
+@pytest.mark.parametrize("tag", [{}, {"tag": 7}], ids=str)
+@on_ranks(4, pool="rank_pool")
+def test_a_message_may_come_from_any_rank(tag):
     """Rank 2 collects what others send, in the order in which it comes; in a group, with global ranks."""
     rank, group = dist.get_rank(), dist.new_group([1, 2, 3])
     if rank in (1, 3):
         dist.send(torch.tensor([rank], dtype=torch.int16), 2, group, **tag)
         dist.send(torch.tensor([10 * rank], dtype=torch.int16), 2, group, **tag)
-    found = []
     if rank == 2:
         tensor = torch.empty(1, dtype=torch.int16)
         found = [(dist.recv(tensor, None, group, **tag), tensor.item()) for _ in range(3)]
         work = dist.irecv(tensor, None, group, **tag)
         work.wait()
         found.append((dist.get_global_rank(group, work._source_rank()), tensor.item()))
+        assert sorted(found, key=lambda one: one[0]) == [(1, 1), (1, 10), (3, 3), (3, 30)]
     assert dist.recv(torch.empty(1), None, group, **tag) == -1 if rank == 0 else True
     dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("tag", [{}, {"tag": 7}], ids=str)
-def test_a_message_may_come_from_any_rank(ranks, tag):
-    found = ranks(4, receive_from_anybody, tag)[2]
-    assert sorted(found) == [(1, 1), (1, 10), (3, 3), (3, 30)]
-    for sender in (1, 3):
-        assert [value for source, value in found if source == sender] == [sender, 10 * sender]
 
 
 def send_in_pieces():
     strided = torch.arange(3000.0).view(50, 60).t()
     if dist.get_rank() == 0:
-        tagged._PIECE_BYTES = 1000
+        bagua.comm.torch_forms._PIECE_BYTES = 1000
         dist.send(strided, 1, tag=1)
         dist.send(torch.empty(0), 1, tag=1)
     else:
@@ -89,20 +77,17 @@ def count_keys():
     [(0, CollectiveMismatchError, 20.0, (0,)), (None, CollectiveTimeoutError, 0.05, ())],
     ids=["other", "none"],
 )
-def test_a_receive_that_fails_breaks_the_communicator(thread_ranks, sender, error, patience_s, peers):
-    def receive():
-        if dist.get_rank() == sender:
-            dist.send(torch.zeros(3), 1, tag=4)
-        if dist.get_rank() == 0:
-            return None
+@on_ranks(2)
+def test_a_receive_that_fails_breaks_the_communicator(sender, error, patience_s, peers):
+    if dist.get_rank() == sender:
+        dist.send(torch.zeros(3), 1, tag=4)
+    if dist.get_rank() == 1:
         work = dist.irecv(torch.zeros(2), sender, tag=4)
-        with pytest.raises(error) as caught:
+        with pytest.raises(error, check=lambda error: error.peers == peers):
             work.pending.wait(patience_s)
         with pytest.raises(CommunicatorClosedError):
             dist.irecv(torch.zeros(2), 0, tag=4)
-        return caught.value.peers, bagua.comm.get_default_group().global_communicator.usable
-
-    assert thread_ranks(2, receive)[1] == (peers, False)
+        assert not bagua.comm.get_default_group().global_communicator.usable
 
 
 def receive_with_a_handler(sender, install):
@@ -111,7 +96,7 @@ def receive_with_a_handler(sender, install):
         dist.barrier()
         return dist.send(torch.ones(2), 1, tag=1)
     work = dist.irecv(tensor := torch.zeros(2), sender, tag=1).pending
-    install(work, tagged.mail_of(dist.group.WORLD.global_communicator))
+    install(work, bagua.comm.torch_forms.mail_of(dist.group.WORLD.global_communicator))
     work.wait()
     return tensor.tolist()
 
@@ -155,16 +140,12 @@ def test_a_handler_may_wait_between_two_looks(thread_ranks):
 
 
 @pytest.mark.parametrize("left", [{"": b"x"}, {"": b"999999"}, {"": b"1", "/0": b"no object"}, {"": b"0"}])
-def test_what_a_stranger_leaves_in_the_store_is_one_error(thread_ranks, left):
-    def job():
-        rank = dist.get_rank()
-        mail = tagged.mail_of(bagua.comm.get_default_group().global_communicator)
-        if rank == 0:
-            for key, value in sorted(left.items(), reverse=True):
-                mail._store.set(f"0/1/5/0{key}", value)
-            return ()
-        with pytest.raises(CollectiveMismatchError) as caught:
+@on_ranks(2)
+def test_what_a_stranger_leaves_in_the_store_is_one_error(left):
+    mail = bagua.comm.torch_forms.mail_of(bagua.comm.get_default_group().global_communicator)
+    if dist.get_rank() == 0:
+        for key, value in sorted(left.items(), reverse=True):
+            mail._store.set(f"0/1/5/0{key}", value)
+    else:
+        with pytest.raises(CollectiveMismatchError, check=lambda error: error.peers == (0,)):
             dist.recv(torch.empty(1), 0, tag=5)
-        return caught.value.peers
-
-    assert thread_ranks(2, job) == [(), (0,)]

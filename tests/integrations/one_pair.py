@@ -1,27 +1,35 @@
-"""The jobs of several tests on one pair of processes: what each process imports for them takes seconds."""
+"""What two ranks do that do the jobs of all tests of a module: the fixture ``pair`` starts them."""
 
+import itertools
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import bagua.comm
-from bagua.testing import ProcessRanks
-
-Job = Callable[..., Any]
-
-
-def run_all(jobs: dict[Job, tuple[Any, ...]], deadline_s: float = 240.0) -> dict[Job, list[Any]]:
-    """Call each function with its arguments, one after the other, on two ranks. What it returned on each rank.
-
-    A job that fails ends the run: each test that wants one of its results fails with that error.
-    """
-    of_ranks = ProcessRanks(2, deadline_s=deadline_s).run(_each, list(jobs.items()))
-    return dict(zip(jobs, map(list, zip(*of_ranks, strict=True)), strict=True))
+from bagua.comm.store.serving import connect_store
+from bagua.testing import this_rank
 
 
-def _each(jobs: list[tuple[Job, tuple[Any, ...]]]) -> list[Any]:
-    return [function(*arguments) for function, arguments in jobs]
+def do_jobs(port: int, begin: Callable[[], None]) -> None:
+    """Begin; then report what each function returns that is in the store as a job, until one is None."""
+    begin()
+    store, rank = connect_store(port, 600.0), this_rank.get()
+    for number in itertools.count():
+        job = pickle.loads(store.get(f"job {number}"))
+        if job is None:
+            return
+        try:
+            rank.report({rank.rank: job()})
+        except BaseException:
+            store.set(f"job {number + 1}", pickle.dumps(None))  # The other rank does not wait for more.
+            raise
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, on each of them."""
+    return bagua.comm.get_default_group().global_communicator.allgather_object(value)
 
 
 def as_torchrun_starts_it() -> None:

@@ -9,14 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.harness import until
 from tests.integrations.test_framework_examples import EXAMPLES, SAYS_ITS_RANK, learned, tools
-from tests.launching import REPOSITORY, free_port
+from tests.launching import REPOSITORY, environment, free_port
 
 pytestmark = pytest.mark.gloo
 
@@ -83,32 +83,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     configuration.write_text(CONFIGURATION.format(folder=folder, host=socket.gethostname(), **ports))
     modules = {"python": "", "torchrun": "-m torch.distributed.run", "baguarun": "-m bagua.cli.baguarun"}
     scripts = {name: f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n' for name, words in modules.items()}
-    path = tools(folder / "bin", **scripts)
-    here = {"SLURM_CONF": str(configuration), "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    shell = {**os.environ, **here, "PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1"}
+    here = {"SLURM_CONF": str(configuration), "PATH": tools(folder / "bin", **scripts), "GLOO_SOCKET_IFNAME": "lo"}
+    shell = environment(**here, MASTER_ADDR="127.0.0.1")
+    asked = {"env": shell, "capture_output": True, "text": True}
     commands = [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]]
     daemons = []
     try:
         for number, command in enumerate(commands):
             with (folder / f"daemon{number}.log").open("w") as log:
                 daemons.append(subprocess.Popen(command, env=shell, stdout=log, stderr=log))
-        _wait_for_nodes(shell)
+        there = ["sinfo", "-h", "-o", "%D %t"]
+        until(lambda: subprocess.run(there, check=False, **asked).stdout.split() == ["2", "idle"], DEADLINE_S)
         yield shell
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
             daemon.wait()
-
-
-def _wait_for_nodes(shell: dict[str, str]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until:
-        seen = subprocess.run(["sinfo", "-h", "-o", "%D %t"], env=shell, capture_output=True, text=True, check=False)
-        if seen.stdout.split() == ["2", "idle"]:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"the nodes are not there: {seen}")
 
 
 def submit(shell: dict[str, str], folder: Path, *words: str, **variables: str) -> str:

@@ -11,28 +11,24 @@ from torch import nn
 import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
-from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.harness import assert_same_on_all_ranks, mlp, on_ranks, sgd, snapshot, train_steps
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerate")
 
 from bagua.integrations._attached import read_own_file, write_own_file  # noqa: E402
 from bagua.integrations.accelerate import attach  # noqa: E402
-from tests.integrations.one_pair import as_torchrun_starts_it, run_all  # noqa: E402
+from tests.integrations.one_pair import as_torchrun_starts_it, of_all_ranks  # noqa: E402
 
 pytestmark = pytest.mark.gloo
+BEGIN = as_torchrun_starts_it
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    return run_all({_prepare_what_is_wrapped: (), _each: (str(tmp_path_factory.mktemp("accelerate")),)})
-
-
-def _prepare_what_is_wrapped() -> tuple[str, State, State]:
-    as_torchrun_starts_it()
+@on_ranks(2, pool="pair")
+def test_a_wrapped_model_is_not_prepared() -> None:
     rank = bagua.comm.get_rank()
     accelerator = accelerate.Accelerator(cpu=True)
     model = with_bagua(mlp(), sgd(mlp().parameters()), "gradient_allreduce")
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match="attach"):
         accelerator.prepare(model)(torch.ones(1, 8))
     # What the page says: all but the model goes through prepare.
     model, other = mlp(), mlp()
@@ -41,13 +37,7 @@ def _prepare_what_is_wrapped() -> tuple[str, State, State]:
     prepared, its_optimizer = accelerator.prepare(other, sgd(other.parameters()))
     train_steps(model, optimizer, rank, range(3))
     train_steps(prepared, its_optimizer, rank, range(3))
-    return str(refused.value), snapshot(model), snapshot(other)
-
-
-def test_a_wrapped_model_is_not_prepared(results):
-    for refused, ours, theirs in results[_prepare_what_is_wrapped]:
-        assert "attach" in refused
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_on_all_ranks([snapshot(model), snapshot(other)])
 
 
 def test_an_accelerator_that_trains_nothing_together_is_told(monkeypatch):
@@ -60,10 +50,8 @@ def test_an_accelerator_that_trains_nothing_together_is_told(monkeypatch):
 #: The checkpoint after three steps is saved while an exchange of ``diloco`` is under way.
 STEPS, SAVED_AFTER = 6, 3
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {},
-    "diloco": {"sync_every": 2, "overlap": 1},
-    "local_sgd": {"sync_every": 4},
-}
+    "gradient_allreduce": {}, "diloco": {"sync_every": 2, "overlap": 1}, "local_sgd": {"sync_every": 4},
+}  # fmt: skip
 
 
 def _attached(name: str) -> tuple[Any, nn.Module, Any]:
@@ -76,61 +64,39 @@ def _attached(name: str) -> tuple[Any, nn.Module, Any]:
     return accelerator, model, optimizer
 
 
-def _whole_and_resumed(name: str, folder: str) -> tuple[State, State, State, list[bool]]:
-    rank = bagua.comm.get_rank()
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2, pool="pair")
+def test_an_algorithm_trains_as_by_hand_and_goes_on_from_a_saved_state(name: str, tmp_path: Path) -> None:
+    rank, folder = bagua.comm.get_rank(), str(tmp_path)
     accelerator, model, optimizer = _attached(name)
     train_steps(model, optimizer, rank, range(SAVED_AFTER))
     accelerator.save_state(folder)
     train_steps(model, optimizer, rank, range(SAVED_AFTER, STEPS))
     whole = snapshot(model)
+    by_hand = mlp(seed=rank)
+    called, optimizer = by_hand, sgd(by_hand.parameters())
+    if name == "gradient_allreduce":  # What DDP does.
+        called, optimizer = accelerate.Accelerator(cpu=True).prepare(by_hand, optimizer)
+    else:
+        with_bagua(by_hand, optimizer, bagua.algorithms.Algorithm.init(name, **OPTIONS[name]))
+    train_steps(called, optimizer, rank, range(STEPS))
+    assert_same_on_all_ranks([whole, snapshot(by_hand)])
+    if name == "local_sgd":  # It has trained alone for two steps.
+        own, other = of_all_ranks(whole)
+        assert not torch.equal(own["0.weight"], other["0.weight"])
 
     accelerator, model, optimizer = _attached(name)
     accelerator.load_state(folder)
     train_steps(model, optimizer, rank, range(SAVED_AFTER, STEPS))
-    resumed = snapshot(model)
+    assert_same_on_all_ranks([whole, snapshot(model)])
     model.bagua_finish()
+    assert_same_on_all_ranks(of_all_ranks(snapshot(model)))
 
     accelerator, model, optimizer = _attached(name)
     with accelerator.accumulate(model):
-        syncs = [model._bagua_engine.synchronize]
+        assert model._bagua_engine.synchronize
     with accelerator.no_sync(model):
-        syncs.append(model._bagua_engine.synchronize)
-    return whole, resumed, snapshot(model), syncs
-
-
-def _by_hand(name: str) -> State:
-    rank, model = bagua.comm.get_rank(), mlp(seed=bagua.comm.get_rank())
-    optimizer = sgd(model.parameters())
-    if name == "ddp":
-        model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-        train_steps(model, optimizer, rank, range(STEPS))
-        return snapshot(model.module)
-    with_bagua(model, optimizer, bagua.algorithms.Algorithm.init(name, **OPTIONS[name]))
-    train_steps(model, optimizer, rank, range(STEPS))
-    return snapshot(model)
-
-
-def _each(folder: str) -> list[tuple[State, State, State, State]]:
-    as_torchrun_starts_it()
-    ends = []
-    for name in OPTIONS:
-        whole, resumed, finished, syncs = _whole_and_resumed(name, f"{folder}/{name}")
-        assert syncs == [True, False]
-        ends.append((whole, resumed, finished, _by_hand("ddp" if name == "gradient_allreduce" else name)))
-    return ends
-
-
-def test_an_algorithm_trains_as_by_hand_and_goes_on_from_a_saved_state(results):
-    first, second = results[_each]
-    for rank in (first, second):
-        for whole, resumed, _, by_hand in rank:
-            for name in by_hand:
-                assert torch.equal(whole[name], by_hand[name]), name
-                assert torch.equal(whole[name], resumed[name]), name
-    for one, other in zip(first, second, strict=True):
-        assert_same_on_all_ranks([one[2], other[2]])
-    local = list(OPTIONS).index("local_sgd")  # It has trained alone for two steps.
-    assert not torch.equal(first[local][0]["0.weight"], second[local][0]["0.weight"])
+        assert not model._bagua_engine.synchronize
 
 
 def test_the_file_of_one_rank_serves_any_number_of_ranks(tmp_path: Path):

@@ -15,7 +15,7 @@ from bagua.errors import ConfigurationError
 from bagua.integrations.checkpoint import load_training_state, training_state
 from bagua.integrations.fsdp import exchange_shards
 from bagua.parallel import with_bagua
-from tests.harness import State, adam, mlp, snapshot, train_steps
+from tests.harness import State, adam, assert_same_on_all_ranks, mlp, on_ranks, snapshot, train_steps
 from tests.versions import TORCH, needs
 
 SAVES = needs("torch.distributed.checkpoint that saves without a warning", TORCH >= (2, 13))
@@ -43,12 +43,6 @@ def begin(algorithm: Algorithm, seed: int = 0, *, tied: bool = False) -> tuple[A
     return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000), optimizer
 
 
-def anchors_of(model: Any) -> State:
-    """What all ranks remember alike of each parameter."""
-    state = model.bagua_state_dict()["parameters"]
-    return {f"{name} {key}": value for name, one in state.items() for key, value in one.items()}
-
-
 def train(folder: str, resumes: bool) -> dict[str, tuple[State, State, State]]:
     """By algorithm, the weights when they are saved or were loaded, those in the end, and the state shared at first."""
     found, rank = {}, bagua.comm.get_rank()
@@ -58,7 +52,8 @@ def train(folder: str, resumes: bool) -> dict[str, tuple[State, State, State]]:
             load_training_state(model, Path(folder) / name)
         else:
             train_steps(model, optimizer, rank, BEFORE)
-        halfway, anchors = snapshot(model), anchors_of(model)
+        halfway, shared = snapshot(model), model.bagua_state_dict()["parameters"]
+        anchors = {f"{parameter} {key}": value for parameter, one in shared.items() for key, value in one.items()}
         if not resumes:
             dcp.save({"training": training_state(model), "epoch": 3}, checkpoint_id=Path(folder) / name)
         train_steps(model, optimizer, rank, AFTER)
@@ -77,8 +72,8 @@ def test_the_same_number_of_ranks_goes_on_bit_by_bit(process_pool, saved):
     folder, ends = saved
     for whole, resumed in zip(ends, process_pool.run(train, folder, True, size=2), strict=True):
         for name in ALGORITHMS:
-            for expected, seen in zip(whole[name], resumed[name], strict=True):
-                assert all(torch.equal(one, seen[key]) for key, one in expected.items()), name
+            for states in zip(whole[name], resumed[name], strict=True):
+                assert_same_on_all_ranks(states)
 
 
 @SAVES
@@ -90,51 +85,37 @@ def test_another_number_of_ranks_goes_on_from_what_all_had_in_common(process_poo
         assert bool(anchors) == (name == "streaming")  # The anchor, and the outer momentum.
         for one in resumed:
             loaded, end, there = one[name]
-            assert all(torch.equal(value, loaded[key]) for key, value in first.items())
-            assert all(torch.equal(value, there[key]) for key, value in anchors.items())
+            assert_same_on_all_ranks([first, loaded])
+            assert_same_on_all_ranks([anchors, there])
             assert all(torch.isfinite(value).all() for value in end.values())
 
 
-def load_into_other_optimizers(folder: str) -> list[str]:
-    """The refusals of other optimizers, which leave the weights as they are."""
-    refusals = []
-    for parts in (2, 1):
-        model = mlp(7)
-        parameters = list(model.parameters())
-        groups = [parameters[:2], parameters[2:]][:parts]
-        with_bagua(model, [adam(group) for group in groups], "gradient_allreduce")
-        before = snapshot(model)
-        with pytest.raises(ConfigurationError) as caught:
-            load_training_state(model, Path(folder) / "allreduce")
-        assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
-        refusals.append(str(caught.value))
-    return refusals
+@SAVES
+@pytest.mark.parametrize(("parts", "said"), [(2, "with 1 optimizer"), (1, "an optimizer of ")])
+@on_ranks(1, pool="process_pool")
+def test_other_optimizers_are_refused_before_anything_is_loaded(parts, said, saved):
+    model = mlp(7)
+    parameters = list(model.parameters())
+    groups = [parameters[:2], parameters[2:]][:parts]
+    with_bagua(model, [adam(group) for group in groups], "gradient_allreduce")
+    before = snapshot(model)
+    with pytest.raises(ConfigurationError, match=said):
+        load_training_state(model, Path(saved[0]) / "allreduce")
+    assert_same_on_all_ranks([before, snapshot(model)])
 
 
-def load_into_another_algorithm(folder: str) -> str:
+@SAVES
+@on_ranks(1, pool="process_pool")
+def test_another_algorithm_is_refused_before_anything_is_loaded(saved):
     model, optimizer = begin(ALGORITHMS["local_sgd"], seed=7)
     train_steps(model, optimizer, 0, range(1))
     before, steps = snapshot(model), model.bagua_step
     moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
-    with pytest.raises(ConfigurationError) as caught:
-        load_training_state(model, Path(folder) / "allreduce")
-    assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
+    with pytest.raises(ConfigurationError, match="this state belongs to another algorithm"):
+        load_training_state(model, Path(saved[0]) / "allreduce")
+    assert_same_on_all_ranks([before, snapshot(model)])
     assert all(map(torch.equal, moments, [one["exp_avg"] for one in optimizer.state.values()]))
     assert model.bagua_step == steps
-    return str(caught.value)
-
-
-@SAVES
-def test_another_algorithm_is_refused_before_anything_is_loaded(process_pool, saved):
-    (refusal,) = process_pool.run(load_into_another_algorithm, saved[0], size=1)
-    assert "this state belongs to another algorithm" in refusal
-
-
-@SAVES
-def test_other_optimizers_are_refused_before_anything_is_loaded(process_pool, saved):
-    (number, parameter) = process_pool.run(load_into_other_optimizers, saved[0], size=1)[0]
-    assert "with 1 optimizer" in number
-    assert "an optimizer of " in parameter
 
 
 def begin_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -149,7 +130,7 @@ def sharded_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step
     return [one.to_local().detach().clone() for one in model.parameters()]
 
 
-def save_and_resume_shards(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def save_and_resume_shards(folder: str) -> None:
     model, optimizer, exchange = begin_sharded(0)
     sharded_steps(model, optimizer, BEFORE)
     dcp.save({"training": training_state(exchange)}, checkpoint_id=folder)
@@ -157,24 +138,23 @@ def save_and_resume_shards(folder: str) -> tuple[list[torch.Tensor], list[torch.
     exchange.bagua_close()
     model, optimizer, exchange = begin_sharded(7)
     load_training_state(exchange, folder)
-    return end, sharded_steps(model, optimizer, AFTER)
+    assert all(map(torch.equal, end, sharded_steps(model, optimizer, AFTER)))
 
 
-def load_whole(folder: str) -> State:
+def load_whole(folder: str) -> None:
     """Shards that two replicas of two ranks saved, on one replica that holds all."""
     model, _ = begin(DiLoCoAlgorithm(4, overlap=3), seed=3, tied=True)
     load_training_state(model, folder)
-    return {name: one["anchor"] for name, one in model.bagua_state_dict()["parameters"].items()}
+    anchors = {name: one["anchor"] for name, one in model.bagua_state_dict()["parameters"].items()}
+    shapes, expected = ({name: one.shape for name, one in state.items()} for state in (anchors, mlp().state_dict()))
+    assert shapes == expected
+    assert all(torch.isfinite(one).all() and one.any() for one in anchors.values())
 
 
 @SAVES
 def test_shards_go_on_bit_by_bit_and_can_be_put_together(process_pool, tmp_path):
-    for end, resumed in process_pool.run(save_and_resume_shards, str(tmp_path), size=4):
-        assert all(torch.equal(one, other) for one, other in zip(end, resumed, strict=True))
-    shapes = {name: one.shape for name, one in mlp().state_dict().items()}
-    for anchors in process_pool.run(load_whole, str(tmp_path), size=3):
-        assert {name: one.shape for name, one in anchors.items()} == shapes
-        assert all(torch.isfinite(one).all() and one.any() for one in anchors.values())
+    process_pool.run(save_and_resume_shards, str(tmp_path), size=4)
+    process_pool.run(load_whole, str(tmp_path), size=3)
 
 
 def test_what_is_no_model_of_ours_is_refused():

@@ -23,8 +23,8 @@ from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import HookState, bagua_hook, register_fsdp_hook
 from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer, SumReducer
-from bagua.testing import ProcessRanks
 from bagua.utilities.distributed import register_ddp_comm_hook
+from tests import harness
 from tests.contract.failures import die_last
 from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 
@@ -51,50 +51,42 @@ def _ddp(state: HookState | None, megabytes: float = SEVERAL, wrapper=None, make
     return model
 
 
-def _train(state: HookState | None = None, megabytes: float = SEVERAL, wrapper=None) -> State:
-    model = _ddp(state, megabytes, wrapper)
-    train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(4))
-    return snapshot(model.module)
-
-
 def _to_bfloat16(hook):
     wrapped = default_hooks.bf16_compress_wrapper(hook)
     wrapped.__name__ = "in_bfloat16"  # torch goes by the name to refuse it where there is no CUDA
     return wrapped
 
 
-def _every_kind() -> dict[str, State]:
-    exact = AllGatherReducer(Identity())
-    to_float16 = default_hooks.fp16_compress_wrapper
-    return {
-        "plain": _train(),
-        "identity": _train(HookState(exact)),
-        "warm-up": _train(HookState(TopKAlgorithm(hierarchical=False, warmup_steps=4))),
-        "8 bits": _train(HookState(BYTES)),
-        "8 bits, feedback": _train(HookState(BLOCKS)),
-        "8 bits of float16": _train(HookState(BYTES), wrapper=to_float16),
-        "8 bits of bfloat16, feedback": _train(HookState(BLOCKS), wrapper=_to_bfloat16),
-        "low rank": _train(HookState(low_rank(2))),
-        "largest": _train(HookState(largest(0.02)), ONE),
-    }
-
-
 def _distance(state: State, other: State) -> float:
     return float(torch.stack([(state[name] - other[name]).norm() for name in state]).norm())
 
 
-def test_hooks_do_what_they_say_with_several_buckets_under_way(process_ranks):
-    first, second = process_ranks(2, _every_kind)
-    for kind, state in first.items():
-        assert_same_on_all_ranks([state, second[kind]])
-    plain = first["plain"]
-    assert_close(first["identity"], plain)
-    assert_close(first["warm-up"], plain)
+@harness.on_ranks(2, assert_same_on_all_ranks, pool="process_pool")
+def test_hooks_do_what_they_say_with_several_buckets_under_way() -> State:
+    found: dict[str, State] = {}
+    for kind, what, *options in (
+        ("plain", None),
+        ("identity", AllGatherReducer(Identity())),
+        ("warm-up", TopKAlgorithm(hierarchical=False, warmup_steps=4)),
+        ("8 bits", BYTES),
+        ("8 bits, feedback", BLOCKS),
+        ("8 bits of float16", BYTES, SEVERAL, default_hooks.fp16_compress_wrapper),
+        ("8 bits of bfloat16, feedback", BLOCKS, SEVERAL, _to_bfloat16),
+        ("low rank", low_rank(2)),
+        ("largest", largest(0.02), ONE),
+    ):
+        model = _ddp(None if what is None else HookState(what), *options)
+        train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(4))
+        found[kind] = snapshot(model.module)
+    plain = found["plain"]
+    assert_close(found["identity"], plain)
+    assert_close(found["warm-up"], plain)
     way = _distance(plain, snapshot(mlp()))
     for kind in ("8 bits", "8 bits, feedback", "8 bits of float16", "8 bits of bfloat16, feedback"):
-        assert 1e-6 * way < _distance(first[kind], plain) < 0.05 * way, kind
+        assert 1e-6 * way < _distance(found[kind], plain) < 0.05 * way, kind
     for kind in ("low rank", "largest"):
-        assert 0.01 * way < _distance(first[kind], plain) < way, kind
+        assert 0.01 * way < _distance(found[kind], plain) < way, kind
+    return {f"{name} of {kind}": value for kind, state in found.items() for name, value in state.items()}
 
 
 def _gradients(model: DistributedDataParallel, steps: int) -> State:
@@ -139,7 +131,8 @@ def test_nothing_is_lost_by_any_codec_also_when_ddp_forms_its_buckets_anew(proce
             assert max(float(part.abs().max()) for part in owed.values()) > 0.01, kind
 
 
-def _overflow() -> list[bool]:
+@harness.on_ranks(2, pool="process_pool")
+def test_what_is_not_finite_reaches_everyone_and_is_not_remembered() -> None:
     """A gradient of one rank is not finite in the second of three steps."""
     rank, seen = bagua.comm.get_rank(), []
     state = HookState(largest(0.2))
@@ -149,12 +142,8 @@ def _overflow() -> list[bool]:
         loss = loss_of(model, rank, step)
         (loss * float("inf") if (rank, step) == (1, 1) else loss).backward()
         seen.append(all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters()))
-    kept = state.state_dict(model)["parameters"].values()
-    return [*seen, all(bool(part["residual"].isfinite().all()) for part in kept)]
-
-
-def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks):
-    assert process_ranks(2, _overflow) == [[True, False, True, True]] * 2
+    assert seen == [True, False, True]
+    assert all(part["residual"].isfinite().all() for part in state.state_dict(model)["parameters"].values())
 
 
 def _whole_and_resumed(what: object, stop: int, steps: int = 6, make=mlp) -> tuple[State, State]:
@@ -181,7 +170,8 @@ def _whole_and_resumed(what: object, stop: int, steps: int = 6, make=mlp) -> tup
     return snapshot(model.module), snapshot(again.module)
 
 
-def _load_what_is_of_something_else() -> None:
+@harness.on_ranks(2, pool="process_pool")
+def test_a_state_of_something_else_is_refused() -> None:
     state = HookState(largest(0.05))
     model = _ddp(state, ONE)
     train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(1))
@@ -196,19 +186,15 @@ def _load_what_is_of_something_else() -> None:
         HookState(largest(0.05)).load_state_dict(saved, nn.Linear(1, 1))
 
 
-def _resume_in_other_buckets() -> list[tuple[State, State]]:
-    """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
-    cases = ((BLOCKS, 1), (low_rank(1), 1), (BLOCKS, 2), (low_rank(1), 3))
-    return [_whole_and_resumed(reducer, stop) for reducer, stop in cases]
+@harness.on_ranks(2, pool="process_pool")
+def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets() -> None:
+    """By codecs of blocks, and by thin matrices."""
+    for reducer, stop in ((BLOCKS, 1), (low_rank(1), 1), (BLOCKS, 2), (low_rank(1), 3)):
+        assert_same_on_all_ranks(_whole_and_resumed(reducer, stop))
 
 
-def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(process_ranks):
-    for of_rank in process_ranks(2, _resume_in_other_buckets):
-        for whole, resumed in of_rank:
-            assert all(torch.equal(one, resumed[name]) for name, one in whole.items())
-
-
-def _load_on_one_rank_only() -> None:
+@harness.on_ranks(2, pool="process_pool")
+def test_a_state_that_one_rank_loads_is_an_error_on_all() -> None:
     state, rank = HookState(largest(0.2)), bagua.comm.get_rank()
     model = _ddp(state)
     if rank == 0:
@@ -216,11 +202,6 @@ def _load_on_one_rank_only() -> None:
     with pytest.raises(errors.CollectiveMismatchError, match=r"different states of this hook.*on every rank") as caught:
         train_steps(model, sgd(model.parameters()), rank, range(1))
     assert {caught.value.expected, caught.value.seen} == {"loaded state: of step 3", "loaded state: none"}
-
-
-@pytest.mark.parametrize("load", [_load_what_is_of_something_else, _load_on_one_rank_only])
-def test_a_state_that_does_not_fit_is_an_error_on_all_ranks(process_ranks, load):
-    process_ranks(2, load)
 
 
 def _load_between_steps(ranks: tuple[int, ...]) -> str:
@@ -242,22 +223,22 @@ def test_a_state_may_be_loaded_between_steps_on_all_ranks_only(thread_ranks):
     assert "lost rank 0: it waited for a change" in other
 
 
-def _lose_a_peer() -> str:
+def _lose_a_peer() -> None:
     model = _ddp(HookState(BYTES))
     for step in range(2):  # In the second one DDP has formed its buckets for good.
         loss_of(model, bagua.comm.get_rank(), step).backward()
     die_last(bagua.comm.get_rank() == 1, 1)
-    with pytest.raises(errors.PeerLostError) as caught:
+    with pytest.raises(errors.PeerLostError):
         loss_of(model, 0, 1).backward()
-    return type(caught.value).__name__
 
 
 def test_a_lost_peer_is_a_typed_error_at_the_end_of_backward(process_pool):
     outcomes = process_pool.outcomes(_lose_a_peer, size=2)
-    assert outcomes[0].value == "PeerLostError", outcomes[0].trace
+    assert outcomes[0].error is None, outcomes[0].trace
 
 
-def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@harness.on_ranks(2, assert_same_on_all_ranks, pool="process_pool")
+def test_replicas_of_a_sharded_model_are_averaged() -> State:
     rank = bagua.comm.get_rank()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     gradients = []
@@ -282,18 +263,15 @@ def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         pytest.raises(ConfigurationError, match="several meshes"),
     ):
         register_fsdp_hook(model, state)
-    return (*gradients, torch.cat([parameter.grad.view(-1) for parameter in plain.module.parameters()]))
+    exact, rounded = gradients
+    expected = torch.cat([parameter.grad.view(-1) for parameter in plain.module.parameters()])
+    assert torch.allclose(exact, expected, atol=1e-6)
+    assert 0 < (rounded - expected).abs().max() < 0.02
+    return {"rounded": rounded}
 
 
-def test_replicas_of_a_sharded_model_are_averaged(process_ranks):
-    first, second = process_ranks(2, _sharded)
-    for exact, rounded, expected in (first, second):
-        assert torch.allclose(exact, expected, atol=1e-6)
-        assert 0 < (rounded - expected).abs().max() < 0.02
-    assert torch.equal(first[1], second[1])
-
-
-def _on_torch_alone() -> bool:
+@harness.on_ranks(2, pool="process_pool")
+def test_a_script_that_knows_only_torch_needs_one_line() -> None:
     rank = bagua.comm.get_rank()
     store = dist.distributed_c10d._get_default_store()
     bagua.comm.destroy_process_group()
@@ -301,15 +279,11 @@ def _on_torch_alone() -> bool:
     state = HookState(BYTES)
     model = _ddp(state)
     loss_of(model, rank, 0).backward()
-    joined = bagua.comm.is_initialized() and state.group.size == 2
+    assert bagua.comm.is_initialized()
+    assert state.group.size == 2
     del model  # As the last one that has the group, it may wait for a thread of Gloo, which waits for Python's lock.
     bagua.comm.destroy_process_group()
     dist.destroy_process_group()
-    return joined
-
-
-def test_a_script_that_knows_only_torch_needs_one_line():
-    assert ProcessRanks(2).run(_on_torch_alone) == [True, True]
 
 
 def test_what_is_no_state_is_refused():
@@ -345,29 +319,24 @@ def _matrix() -> nn.Linear:
     return nn.Linear(8, 4, bias=False)
 
 
-def _each_way() -> dict[str, tuple[State, ...]]:
-    """Through the engine, through a hook, and through a hook that is saved and goes on; what plain DDP does."""
-    rank, plain = bagua.comm.get_rank(), _ddp(None, make=_matrix)
-    train_steps(plain, sgd(plain.parameters()), rank, range(STEPS))
-    found = {"plain": (snapshot(plain.module),)}
+@harness.on_ranks(2, assert_same_on_all_ranks, pool="process_pool")
+def test_hooks_do_what_the_algorithms_do_in_all_their_phases() -> State:
+    """Through the engine, through a hook, and through a hook that is saved and goes on."""
+    rank, model, ends = bagua.comm.get_rank(), _ddp(None, make=_matrix), {}
+    train_steps(model, sgd(model.parameters()), rank, range(STEPS))
+    plain = snapshot(model.module)
     for name, options in HOOKS.items():
         algorithm = Algorithm.init(name, hierarchical=False, **options)
         engine = _matrix()
         optimizer = sgd(engine.parameters())
         with_bagua(engine, [optimizer], algorithm)
         train_steps(engine, optimizer, rank, range(STEPS))
-        found[name] = snapshot(engine), *_whole_and_resumed(algorithm, HALF, STEPS, _matrix)
-    return found
-
-
-def test_hooks_do_what_the_algorithms_do_in_all_their_phases(process_ranks):
-    outcomes = process_ranks(2, _each_way)
-    plain = outcomes[0].pop("plain")[0]
-    for name, (engine, whole, resumed) in outcomes[0].items():
-        assert_same_on_all_ranks([whole, outcomes[1][name][1]])
-        assert_close(whole, engine)
+        whole, resumed = _whole_and_resumed(algorithm, HALF, STEPS, _matrix)
+        assert_close(whole, snapshot(engine))
         assert_close(resumed, whole)
         if name == "gradient_allreduce":
             assert_close(whole, plain)
         else:
             assert not torch.allclose(whole["weight"], plain["weight"], rtol=1e-3, atol=1e-5), name
+        ends[name] = whole["weight"]
+    return ends

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from bagua.integrations.ddp_comm_hooks import HookState
 from bagua.integrations.fsdp import exchange_shards
 from bagua.parallel import with_bagua
 from bagua.torch_api.distributed import ModelSwitchWrapper, bagua_init
+from tests.harness import on_ranks
 from tests.membership.training import joined, new_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -34,19 +35,18 @@ def table() -> dict[str, list[str]]:
     return dict(named)
 
 
-def answers(names: Iterable[str], enter: Callable[..., object], *ways: tuple[str, Any]) -> dict[str, str]:
+def answers(enter: Callable[..., object], **ways: Any) -> dict[str, str]:
     """Yes; no; or the option with which it is yes, of the algorithm or else of the door."""
-    return {name: answer(name, enter, ways) for name in names}
-
-
-def answer(name: str, enter: Callable[..., object], ways: Iterable[tuple[str, Any]]) -> str:
-    known = {field.name for field in dataclasses.fields(registry.get(name))}
-    for given in ({}, *({key: value} for key, value in ways)):
-        own = {key: value for key, value in given.items() if key in known}
-        with contextlib.suppress(ConfigurationError, TypeError):
-            enter(Algorithm.init(name, **own), **{key: value for key, value in given.items() if key not in known})
-            return "yes" if not given else "".join(f"`{key}={value}`" for key, value in given.items())
-    return "no"
+    found = dict.fromkeys(registry, "no")
+    for name in registry:
+        known = {field.name for field in dataclasses.fields(registry.get(name))}
+        for given in ({}, *({key: value} for key, value in ways.items())):
+            own = {key: value for key, value in given.items() if key in known}
+            with contextlib.suppress(ConfigurationError, TypeError):
+                enter(Algorithm.init(name, **own), **{key: value for key, value in given.items() if key not in known})
+                found[name] = "".join(f"`{key}={value}`" for key, value in given.items()) or "yes"
+                break
+    return found
 
 
 def with_a_switch(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, process_group: Any) -> object:
@@ -67,10 +67,11 @@ def test_wrappers_take_all_and_name_the_optimizer(enter: Callable[..., Any]) -> 
 
 
 def test_hooks() -> None:
-    assert answers(registry, HookState) == {name: cells[1] for name, cells in table().items()}
+    assert answers(HookState) == {name: cells[1] for name, cells in table().items()}
 
 
-def of_shards() -> dict[str, str]:
+@on_ranks(2, pool="process_pool")
+def test_weights_of_shards() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     model = nn.Linear(2, 2)
     fully_shard(model, mesh=mesh["shards"])
@@ -79,12 +80,7 @@ def of_shards() -> dict[str, str]:
     def enter(algorithm: Algorithm) -> None:
         exchange_shards(model, torch.optim.AdamW(model.parameters()), algorithm, group).bagua_close()
 
-    return answers(registry, enter, ("start_after", 0))
-
-
-def test_weights_of_shards(process_ranks: Any) -> None:
-    said = {name: cells[2] for name, cells in table().items()}
-    assert process_ranks(2, of_shards) == [said, said]
+    assert answers(enter, start_after=0) == {name: cells[2] for name, cells in table().items()}
 
 
 def test_islands() -> None:
@@ -94,5 +90,4 @@ def test_islands() -> None:
         with joined(new_store(), 1) as islands:
             with_bagua(layer, make(layer.parameters()), algorithm, between=islands, **options)
 
-    ways = ("start_after", 0), ("elastic", True)
-    assert answers(registry, enter, *ways) == {name: cells[3] for name, cells in table().items()}
+    assert answers(enter, start_after=0, elastic=True) == {name: cells[3] for name, cells in table().items()}

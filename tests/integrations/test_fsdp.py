@@ -1,6 +1,5 @@
 """Replicas of a model that FSDP2 shards: each rank exchanges its own shards with those who hold the same ones."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from bagua.compression import Identity
 from bagua.errors import ConfigurationError
 from bagua.integrations.fsdp import ShardExchange, exchange_shards
 from bagua.parallel import with_bagua
-from tests.harness import State, batch, seeded
+from tests.harness import State, assert_same_on_all_ranks, batch, descend, loss_of, on_ranks, seeded, train_steps
 from tests.versions import TORCH
 
 STEPS = 9
@@ -24,18 +23,17 @@ SHARDS = 2
 
 
 def uneven(seed: int = 0) -> nn.Module:
-    """Two ranks cannot share any of its tensors evenly; of the last bias one of them holds nothing."""
+    """Two ranks cannot share any of its tensors evenly; of the last bias one of them holds nothing.
+
+    It says its one number four times, as there are four targets.
+    """
     with seeded(seed):
-        return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+        layers = nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)
+        return nn.Sequential(*layers, nn.ReplicationPad1d((0, 3)))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-
-def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    inputs, targets = batch(rank, number)
-    return nn.functional.mse_loss(model(inputs), targets[:, :1])
 
 
 def whole(model: nn.Module) -> State:
@@ -58,33 +56,24 @@ def sharded(
     return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
 
 
-def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_of(model, bagua.comm.get_rank(), number).backward()
-        optimizer.step()
-
-
 def output(model: nn.Module) -> torch.Tensor:
     """Leaves the root of a sharded model gathered, as its weights are now."""
     with torch.no_grad():
         return model(batch(0, 0)[0])
 
 
-def train_sharded(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
-    found = []
-    for algorithm in algorithms:
-        copied = isinstance(algorithm, LocalSGDAlgorithm)
-        model, optimizer, exchange = sharded(algorithm, bagua.comm.get_rank() // SHARDS, copied=copied)
-        found.append(watch(model, exchange, functools.partial(train_steps, model, optimizer)))
-    return found
+def train_sharded(algorithm: Algorithm) -> dict[str, Any]:
+    rank = bagua.comm.get_rank()
+    copied = isinstance(algorithm, LocalSGDAlgorithm)
+    model, optimizer, exchange = sharded(algorithm, rank // SHARDS, copied=copied)
+    return watch(model, optimizer, exchange, lambda number: loss_of(model, rank, number))
 
 
-def watch(model: nn.Module, exchange: Any, step: Callable[[int], None]) -> dict[str, Any]:
+def watch(model: nn.Module, optimizer: Any, exchange: Any, loss: Callable[[int], Any]) -> dict[str, Any]:
     """The weights after each step and in the end, and outputs of the mean of all replicas and of the own one."""
     watched = []
     for number in range(STEPS):
-        step(number)
+        descend(optimizer, loss(number))
         watched.append(whole(model))
     output(model)
     with exchange.bagua_global_average():
@@ -99,23 +88,18 @@ def divisor_of(algorithm: Algorithm) -> int:
     return SHARDS if TORCH >= (2, 13) or isinstance(algorithm, LocalSGDAlgorithm) else 1
 
 
-def train_whole(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
+def train_whole(algorithm: Algorithm) -> dict[str, Any]:
     """The same on one rank for each replica."""
-    found, rank = [], bagua.comm.get_rank()
-    for algorithm in algorithms:
-        model = uneven(rank)
-        optimizer = optimizer_of(model)
-        wrapped: Any = with_bagua(model, [optimizer], algorithm)
+    rank, by = bagua.comm.get_rank(), divisor_of(algorithm)
+    model = uneven(rank)
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    ranks = 2 * rank, 2 * rank + 1
+    return watch(model, optimizer, wrapped, lambda number: sum(loss_of(wrapped, one, number) for one in ranks) / by)
 
-        def step(
-            number: int, wrapped: Any = wrapped, optimizer: Any = optimizer, by: int = divisor_of(algorithm)
-        ) -> None:
-            optimizer.zero_grad()
-            (sum(loss_of(wrapped, one, number) for one in (2 * rank, 2 * rank + 1)) / by).backward()
-            optimizer.step()
 
-        found.append(watch(model, wrapped, step))
-    return found
+def of_each(train: Callable[[Algorithm], dict[str, Any]], algorithms: list[Algorithm]) -> list[dict[str, Any]]:
+    return [train(algorithm) for algorithm in algorithms]
 
 
 def assert_near(state: State, expected: State) -> None:
@@ -133,8 +117,8 @@ def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
         LowPrecisionDecentralizedAlgorithm(codec=Identity()),
         Algorithm.init("sparse_loco", sync_every=4, start_after=0, hierarchical=False, **everything),
     ]
-    of_whole = process_ranks(2, train_whole, algorithms)
-    of_shards = process_ranks(4, train_sharded, algorithms)
+    of_whole = process_ranks(2, of_each, train_whole, algorithms)
+    of_shards = process_ranks(4, of_each, train_sharded, algorithms)
     for rank, by_algorithm in enumerate(of_shards):
         for found, expected in zip(by_algorithm, of_whole[rank // SHARDS], strict=True):
             for state, one in zip(found.pop("watched"), expected["watched"], strict=True):
@@ -160,9 +144,7 @@ def bytes_of_wide(mesh: Any, communicator_of: Callable[[Any], Any], **others: An
     for _ in range(2):
         communicator = communicator_of(exchange)
         before = communicator.statistics.sent_bytes()
-        optimizer.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
+        descend(optimizer, model(torch.ones(2, 64)).sum())
         sent = communicator.statistics.sent_bytes() - before
     exchange.bagua_close()
     optimizer.step()  # Which exchanges nothing any more.
@@ -183,12 +165,15 @@ def test_each_rank_sends_as_many_times_less_as_there_are_shards(process_ranks):
     assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
 
 
-def resume_sharded(algorithm: Algorithm) -> bool:
+@pytest.mark.parametrize("algorithm", [DiLoCoAlgorithm(4, overlap=3), LowPrecisionDecentralizedAlgorithm()], ids=repr)
+@on_ranks(4, pool="process_pool")
+def test_training_of_shards_resumes_bit_by_bit(algorithm: Algorithm) -> None:
+    rank = bagua.comm.get_rank()
     model, optimizer, exchange = sharded(algorithm)
-    train_steps(model, optimizer, *range(6))
+    train_steps(model, optimizer, rank, range(6))
     weights, saved = whole(model), exchange.bagua_state_dict()
     momenta = [{key: value.clone() for key, value in optimizer.state[one].items()} for one in model.parameters()]
-    train_steps(model, optimizer, *range(6, STEPS))
+    train_steps(model, optimizer, rank, range(6, STEPS))
     end = whole(model)
     exchange.bagua_close()
     model, optimizer, exchange = sharded(algorithm, seed=7)
@@ -198,27 +183,22 @@ def resume_sharded(algorithm: Algorithm) -> bool:
             one.to_local().copy_(shard.to_local())
             optimizer.state[one] = state
     exchange.bagua_load_state_dict(saved)
-    train_steps(model, optimizer, *range(6, STEPS))
-    return all(torch.equal(one, end[name]) for name, one in whole(model).items())
+    train_steps(model, optimizer, rank, range(6, STEPS))
+    assert_same_on_all_ranks([whole(model), end])
 
 
-def test_training_of_shards_resumes_bit_by_bit(process_ranks):
-    for algorithm in (DiLoCoAlgorithm(4, overlap=3), LowPrecisionDecentralizedAlgorithm()):
-        assert all(process_ranks(4, resume_sharded, algorithm))
-
-
-def spoil_a_shard() -> tuple[State, State]:
-    """The weights before and after an outer step to which one rank brings a weight that is no number."""
+@on_ranks(4, pool="process_pool")
+def test_a_mean_that_is_not_finite_counts_for_no_shard() -> None:
+    """One rank brings a weight that is no number to an outer step."""
+    rank, before = bagua.comm.get_rank(), {}
     model, optimizer, _ = sharded(DiLoCoAlgorithm(2))
-    train_steps(model, optimizer, 0)
+    train_steps(model, optimizer, rank, [0])
     optimizer.zero_grad()
-    loss_of(model, bagua.comm.get_rank(), 1).backward()
-    before = {}
+    loss_of(model, rank, 1).backward()
 
     def spoil(*_: Any) -> None:  # Before the outer step, which is a later hook of the same optimizer.
-        nonlocal before
-        before = whole(model)
-        if bagua.comm.get_rank() == 2:
+        before.update(whole(model))
+        if rank == 2:
             with torch.no_grad():
                 model[2].weight.to_local()[0, 0] = float("nan")
 
@@ -226,18 +206,11 @@ def spoil_a_shard() -> tuple[State, State]:
     optimizer.register_step_post_hook(spoil)
     first.move_to_end(next(reversed(first)), last=False)
     optimizer.step()
-    return before, whole(model)
+    assert_same_on_all_ranks([whole(model), before if rank < 2 else whole(uneven())])
 
 
-def test_a_mean_that_is_not_finite_counts_for_no_shard(process_ranks):
-    anchor = whole(uneven())
-    for rank, (before, after) in enumerate(process_ranks(4, spoil_a_shard)):
-        expected = before if rank < 2 else anchor
-        differences = {name: (one - expected[name]).abs().max().item() for name, one in after.items()}
-        assert differences == dict.fromkeys(expected, 0.0)
-
-
-def refused() -> None:
+@on_ranks(2, pool="process_pool")
+def test_what_cannot_be_exchanged_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigurationError, match="nothing in this module is sharded"):
         exchange_shards(uneven(), [], "diloco", mesh.get_group())
@@ -248,7 +221,3 @@ def refused() -> None:
             exchange_shards(model, [], algorithm, mesh.get_group())
     with pytest.raises(ConfigurationError, match=r"ranks \[\d\], which are in the mesh"):
         exchange_shards(model, [], "diloco", mesh.get_group())
-
-
-def test_what_cannot_be_exchanged_is_refused(process_ranks):
-    process_ranks(2, refused)

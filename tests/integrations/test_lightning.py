@@ -1,5 +1,6 @@
-"""The strategy, with the real Trainer on two processes. Lightning takes seconds to import, so one run has all jobs."""
+"""The strategy, with the real Trainer on two processes. Lightning takes seconds to import: all tests have one pair."""
 
+import functools
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ import bagua.comm
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.parallel import with_bagua
-from tests.harness import assert_close, assert_same_on_all_ranks, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, on_ranks, snapshot
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
@@ -19,27 +20,21 @@ from lightning.fabric import Fabric  # noqa: E402
 
 from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
 from tests.integrations import lightning_runs as runs  # noqa: E402
-from tests.integrations.one_pair import run_all  # noqa: E402
+from tests.integrations.one_pair import of_all_ranks  # noqa: E402
 
 pytestmark = pytest.mark.gloo
+BEGIN = runs.as_lightning_starts_it
 
 STEPS_PER_EPOCH = runs.SAMPLES // runs.BATCH // 2
 
 
 def _allreduces() -> int:
     """How many, so far, in all communicators of this rank."""
-    found = bagua.comm.stats().get("allreduce")
-    return 0 if found is None else found.calls
+    return sum(found.calls for kind, found in bagua.comm.stats().items() if kind == "allreduce")
 
 
-@pytest.fixture(scope="module")
-def results():
-    jobs = (_through_both, _all_verbs, _average_in_the_background, _refused, _inside_fabric)
-    return run_all(dict.fromkeys(jobs, ()))
-
-
-def _through_both() -> dict[str, tuple[Any, Any, int]]:
-    runs.as_lightning_starts_it()
+@on_ranks(2, assert_same_on_all_ranks, pool="pair")
+def test_training_equals_ddp() -> State:
     unused = ("ddp_find_unused_parameters_true", {"find_unused_parameters": True})
     plain = ("ddp", {})
     cases: dict[str, tuple[Any, tuple[str, dict[str, Any]], dict[str, Any]]] = {
@@ -55,30 +50,23 @@ def _through_both() -> dict[str, tuple[Any, Any, int]]:
         "bfloat16": (runs.Regression, plain, {"precision": "bf16-true"}),
         "normalized": (lambda: runs.Regression(normalized=True), plain, {}),
     }
-    found = {}
+    ends, calls = {}, {}
     for name, (make, (peer, engine_options), options) in cases.items():
         by_name = options.pop("by_name", False)
         expected = runs.fit(peer, make(), **options)
-        calls = _allreduces()
+        before = _allreduces()
         ours = BaguaStrategy(GradientAllReduceAlgorithm(), **engine_options)
-        seen = runs.fit("bagua_find_unused_parameters_true" if by_name else ours, make(), **options)
-        found[name] = (seen, expected, _allreduces() - calls)
-    return found
-
-
-def test_training_equals_ddp(results):
-    first, second = results[_through_both]
-    for name, (seen, expected, _) in first.items():
-        assert_close(seen, expected)
-        if name != "normalized":  # Running statistics are a rank's own until the next forward pass.
-            assert_same_on_all_ranks([seen, second[name][0]])
+        ends[name] = runs.fit("bagua_find_unused_parameters_true" if by_name else ours, make(), **options)
+        calls[name] = _allreduces() - before
+        assert_close(ends[name], expected)
     different = ("regression", "accumulated", "clipped", "bfloat16, mixed")
-    assert len({float(first[name][0]["net.0.weight"].sum()) for name in different}) == len(different)
-    calls = {name: number for name, (_, _, number) in first.items()}
+    assert len({float(ends[name]["net.0.weight"].sum()) for name in different}) == len(different)
     # All parameters are in one bucket. Some calls more are Lightning's own, and as many in all runs.
     around = calls["regression"] - 2 * STEPS_PER_EPOCH
     assert 0 <= around <= 4
     assert calls["accumulated"] == calls["accumulated by hand"] == around + STEPS_PER_EPOCH
+    del ends["normalized"]  # Running statistics are a rank's own until the next forward pass.
+    return {f"{key} of {name}": value for name, end in ends.items() for key, value in end.items()}
 
 
 class Gathering(runs.Regression):
@@ -88,34 +76,24 @@ class Gathering(runs.Regression):
         self.gathered = self.all_gather(torch.tensor([float(self.global_rank)]))
 
 
-def _all_verbs() -> dict[str, Any]:
-    runs.as_lightning_starts_it()
+@on_ranks(2, pool="pair")
+def test_validation_test_and_prediction() -> None:
     module, trainer = Gathering(), runs.trainer("bagua_bytegrad", 1, num_sanity_val_steps=0)
     trainer.fit(module, runs.loader(), runs.loader())
-    found: dict[str, Any] = {"metric": (float(trainer.callback_metrics["loss"]), list(module.seen))}
-    before = bagua.comm.get_default_group().global_communicator.stats()["allreduce"].calls
-    found["evaluated"] = trainer.validate(module, runs.loader(), verbose=False)
-    found["evaluated"] += trainer.test(module, runs.loader(), verbose=False)
-    found["reduced by us"] = bagua.comm.get_default_group().global_communicator.stats()["allreduce"].calls - before
-    found["predicted"] = sum(len(part) for part in trainer.predict(module, runs.loader()))
-    found["gathered"] = module.gathered.flatten().tolist()
-    found["plain again"] = type(module) is Gathering and not any(
-        parameter._post_accumulate_grad_hooks for parameter in module.parameters()
-    )
-    return found
-
-
-def test_validation_test_and_prediction(results):
-    first, second = results[_all_verbs]
-    metric, seen = first["metric"]
-    assert seen != second["metric"][1]
-    assert metric == pytest.approx(sum(seen + second["metric"][1]) / (2 * len(seen)), rel=1e-5)
-    assert first["evaluated"] == second["evaluated"]
-    assert first["evaluated"][0]["loss"] == pytest.approx(metric, rel=1e-5), "the same weights on the same data"
-    assert first["reduced by us"] >= 4, "two metrics and the sizes of their batches"
-    assert first["predicted"] == runs.SAMPLES // 2
-    assert first["gathered"] == [0.0, 1.0]
-    assert first["plain again"]
+    metric, (seen, others) = float(trainer.callback_metrics["loss"]), of_all_ranks(module.seen)
+    assert seen != others
+    assert metric == pytest.approx(sum(seen + others) / (2 * len(seen)), rel=1e-5)
+    stats = bagua.comm.get_default_group().global_communicator.stats
+    before = stats()["allreduce"].calls
+    evaluated = trainer.validate(module, runs.loader(), verbose=False)
+    evaluated += trainer.test(module, runs.loader(), verbose=False)
+    assert stats()["allreduce"].calls >= before + 4, "two metrics and the sizes of their batches"
+    assert of_all_ranks(evaluated) == [evaluated] * 2
+    assert evaluated[0]["loss"] == pytest.approx(metric, rel=1e-5), "the same weights on the same data"
+    assert sum(len(part) for part in trainer.predict(module, runs.loader())) == runs.SAMPLES // 2
+    assert module.gathered.flatten().tolist() == [0.0, 1.0]
+    assert type(module) is Gathering
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
 
 
 class Watch(pl.Callback):
@@ -124,38 +102,31 @@ class Watch(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, float]] = []
 
-    def _note(self, where: str, trainer: pl.Trainer, module: runs.Regression) -> None:
+    def _note(self, where: str, trainer: pl.Trainer, module: runs.Regression, *_: Any) -> None:
         state = "paused" if trainer.model.bagua_algorithm._paused else "averaging"
         self.seen.append((where, state, float(module.net[0].weight.detach().double().sum())))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        self._note("training", trainer, module)
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        self._note("validation", trainer, module)
+    on_train_batch_end = functools.partialmethod(_note, "training")
+    on_validation_batch_start = functools.partialmethod(_note, "validation")
 
 
-def _average_in_the_background() -> tuple[list[tuple[str, str, float]], Any]:
-    runs.as_lightning_starts_it()
+@on_ranks(2, assert_same_on_all_ranks, pool="pair")
+def test_averages_in_the_background_rest_during_validation_and_end_with_training() -> State:
     watch = Watch()
     algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2)
     weights = runs.fit(
         BaguaStrategy(algorithm), validate=True, callbacks=[watch], num_sanity_val_steps=1, val_check_interval=2
     )
-    return watch.seen, weights
-
-
-def test_averages_in_the_background_rest_during_validation_and_end_with_training(results):
-    first, second = results[_average_in_the_background]
-    assert_same_on_all_ranks([first[1], second[1]])
-    states = {(where, state) for where, state, _ in first[0]}
+    states = {(where, state) for where, state, _ in watch.seen}
     assert ("training", "averaging") in states
     assert {state for where, state in states if where == "validation"} == {"paused"}
-    validated = [[value for where, _, value in seen if where == "validation"] for seen, _ in (first, second)]
+    of_ranks = of_all_ranks(watch.seen)
+    validated = [[value for where, _, value in seen if where == "validation"] for seen in of_ranks]
     assert validated[0][1:] == validated[1][1:], "after the sanity check, ranks validate equal weights"
     assert len(set(validated[0][1:])) > 1
-    trained = [[value for where, _, value in seen if where == "training"] for seen, _ in (first, second)]
+    trained = [[value for where, _, value in seen if where == "training"] for seen in of_ranks]
     assert trained[0] != trained[1], "between averages, ranks go their own ways"
+    return weights
 
 
 def _of_two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
@@ -163,8 +134,8 @@ def _of_two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(halves[:2], lr=0.1), torch.optim.SGD(halves[2:], lr=0.1)]
 
 
-def _refused() -> None:
-    runs.as_lightning_starts_it()
+@on_ranks(2, pool="pair")
+def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused() -> None:
     for name in ("low_precision_decentralized", "qadam"):
         with pytest.raises(ConfigurationError, match=r"one optimizer.*2 optimizers"):
             runs.fit(f"bagua_{name}", runs.ByHand(_of_two_optimizers))
@@ -175,13 +146,8 @@ def _refused() -> None:
     runs.fit(BaguaStrategy(backend="gloo"), epochs=1)
 
 
-def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused(results):
-    assert results[_refused] == [None, None]
-
-
-def _inside_fabric() -> list[tuple[Any, Any]]:
-    """Weights of a model that Fabric trains, and of the same model without Fabric."""
-    ends = []
+@on_ranks(2, pool="pair")
+def test_fabric_trains_a_wrapped_model_as_it_is_trained_without() -> None:
     for algorithm in (GradientAllReduceAlgorithm(), Algorithm.init("local_sgd", sync_every=2)):
         states = []
         for inside in (True, False):
@@ -204,13 +170,7 @@ def _inside_fabric() -> list[tuple[Any, Any]]:
                 optimizer.step()
                 optimizer.zero_grad()
             states.append(snapshot(module))
-        ends.append((states[0], states[1]))
-    return ends
-
-
-def test_fabric_trains_a_wrapped_model_as_it_is_trained_without(results):
-    for ends in zip(*results[_inside_fabric], strict=True):
-        assert_same_on_all_ranks([state for of_rank in ends for state in of_rank])
+        assert_same_on_all_ranks([*states, *of_all_ranks(states[0])])
 
 
 @pytest.mark.filterwarnings("ignore:The .srun. command is available")  # Lightning says so where Slurm is installed.

@@ -17,9 +17,9 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.integrations.fsdp import _ForAllShards, exchange_shards
 from bagua.membership import Islands
 from bagua.membership.state import Deadlines
-from tests.harness import State
+from tests.harness import State, assert_same_on_all_ranks, descend, loss_of, on_ranks, train_steps
 from tests.integrations import test_fsdp as fsdp
-from tests.integrations.test_fsdp import SHARDS, assert_near, loss_of, mesh_of, optimizer_of, train_steps, uneven, whole
+from tests.integrations.test_fsdp import SHARDS, assert_near, mesh_of, optimizer_of, uneven, whole
 
 PERIOD = 2
 ALGORITHM = DiLoCoAlgorithm(PERIOD, outer_lr=0.7, outer_momentum=0.5)
@@ -58,7 +58,7 @@ def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple
         if step == 4 * PERIOD:  # The exchange after this step has to see the one that came again.
             while not any(seat > 1 and one.waiting for seat, one in islands._state.roster.records.items()):
                 time.sleep(0.002)
-        train_steps(model, optimizer, step)
+        train_steps(model, optimizer, bagua.comm.get_rank(), [step])
         if step % PERIOD == 0:
             found[step] = (whole(model), islands.members().contributed)
     exchange.bagua_close()
@@ -105,10 +105,8 @@ def in_one_piece(crowds: list[tuple[int, ...]], founder: dict[int, int]) -> list
             model, optimizer = islands[seat]
             model.load_state_dict({name: one.detach() for name, one in anchor.items()})
             for step in range(number * PERIOD + 1, (number + 1) * PERIOD + 1):
-                optimizer.zero_grad()
-                ranks = [SHARDS * founder[seat] + rank for rank in range(SHARDS)]
-                (sum(loss_of(model, rank, step) for rank in ranks) / fsdp.divisor_of(ALGORITHM)).backward()
-                optimizer.step()
+                losses = [loss_of(model, SHARDS * founder[seat] + rank, step) for rank in range(SHARDS)]
+                descend(optimizer, sum(losses) / fsdp.divisor_of(ALGORITHM))
         for name, one in anchor.items():
             ends = [islands[seat][0].get_parameter(name).detach() for seat in seats]
             one.grad = one.detach() - torch.stack(ends).mean(0)
@@ -132,31 +130,24 @@ def test_an_island_of_shards_goes_and_comes_again(process_ranks, where):
             assert contributed == crowds[step // PERIOD - 1]
 
 
-def train_at_own_pace(where: str) -> tuple[int, dict[int, int], int, list[State]]:
-    """Seat, numbers of steps, own steps, and the weights after each period of six; the second island takes thrice."""
+@on_ranks(4, assert_same_on_all_ranks, pool="process_pool")
+def test_islands_of_shards_have_a_pace_of_their_own(where: str) -> State:
+    """A step of the second island takes thrice as long. Returns the weights after each period of six steps."""
     period, now = 6, [0.0]
     mesh = mesh_of(SHARDS)["shards"]
     with joined(where, own_group(SHARDS), "a run") as islands:
         islands.pace._clock = lambda: now[0]
         model, optimizer, exchange = begin(islands, mesh, LocalSGDAlgorithm(period, pace="own"), islands.seat)
-        found, steps = [], 0
+        found, steps = {}, 0
         while exchange.bagua_step < 3 * period:
             now[0] += 1.0 + 2.0 * islands.seat
             steps += 1
-            train_steps(model, optimizer, steps)
+            train_steps(model, optimizer, bagua.comm.get_rank(), [steps])
             if exchange.bagua_step % period == 0:
-                found.append(whole(model))
+                found |= {f"{name} after {exchange.bagua_step}": one for name, one in whole(model).items()}
         exchange.bagua_close()
-        return islands.seat, islands.pace.numbers, steps, found
-
-
-def test_islands_of_shards_have_a_pace_of_their_own(process_ranks, where):
-    rows = process_ranks(4, train_at_own_pace, where)
-    for seat, numbers, steps, found in rows:
-        assert numbers == {0: 6, 1: 2}
-        assert steps == (18, 10)[seat]
-        for one, other in zip(found, rows[0][3], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert (islands.pace.numbers, steps) == ({0: 6, 1: 2}, (18, 10)[islands.seat])
+        return found
 
 
 def bytes_between(shards: int, where: str) -> int:
@@ -171,19 +162,16 @@ def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(
     assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
 
 
-def load_late(where: str) -> None:
+@on_ranks(4, pool="process_pool")
+def test_a_load_after_the_first_exchange_is_refused(where: str) -> None:
     with joined(where, own_group(SHARDS), "a run") as islands:
         model, optimizer, exchange = begin(islands, mesh_of(SHARDS)["shards"], LocalSGDAlgorithm(1))
         saved = exchange.bagua_state_dict()
         exchange.bagua_load_state_dict(saved)
-        train_steps(model, optimizer, 1)
+        train_steps(model, optimizer, bagua.comm.get_rank(), [1])
         with pytest.raises(ConfigurationError, match=f"seat {islands.seat} loads weights or state"):
             exchange.bagua_load_state_dict(saved)
         exchange.bagua_close()
-
-
-def test_a_load_after_the_first_exchange_is_refused(process_ranks, where):
-    process_ranks(4, load_late, where)
 
 
 def test_an_exchange_for_all_shards_is_as_the_one_that_it_goes_around():
@@ -193,7 +181,8 @@ def test_an_exchange_for_all_shards_is_as_the_one_that_it_goes_around():
     assert {name for name in own if not name.startswith("__")} - {"_abc_impl"} <= handed_on
 
 
-def refused(where: str) -> None:
+@on_ranks(2, pool="process_pool")
+def test_what_is_no_island_of_shards_is_refused(where: str) -> None:
     rank = bagua.comm.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     model = uneven()
@@ -212,7 +201,3 @@ def islands_alone(where: str) -> Islands:
     """A process that has joined by itself."""
     with joined(where, bagua.comm.solo_group(), f"rank {bagua.comm.get_rank()}") as islands:
         return islands
-
-
-def test_what_is_no_island_of_shards_is_refused(process_ranks, where):
-    process_ranks(2, refused, where)

@@ -16,25 +16,16 @@ import bagua.comm
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations.transformers import attach
 from bagua.parallel import BaguaModule, with_bagua
-from tests.harness import State, assert_same_on_all_ranks, snapshot
-from tests.integrations.one_pair import as_torchrun_starts_it, run_all
+from tests.harness import State, assert_same_on_all_ranks, on_ranks, snapshot
+from tests.integrations.one_pair import as_torchrun_starts_it, of_all_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytest.importorskip("accelerate", reason="needs the extra transformers")
 
 pytestmark = pytest.mark.gloo
+BEGIN = as_torchrun_starts_it
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("transformers")
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> dict[Any, list[Any]]:
-    jobs = (stop_and_go_on, accumulated_and_clipped, with_a_derived_trainer, find_the_batch_size, search, without_bagua)
-    return run_all({job: (str(folder / job.__name__),) for job in jobs})
+NAMES = ("ddp", "gradient_allreduce")
 
 
 class Model(nn.Module):
@@ -54,18 +45,10 @@ def make_trainer(folder: str, kind: type | None = None, model: type[Model] = Mod
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     data = [{"inputs": row, "labels": row[0] * row[1]} for row in inputs]
     arguments = {
-        "max_steps": STEPS,
-        "save_steps": STEPS // 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        **options,
-    }
+        "max_steps": STEPS, "save_steps": STEPS // 2, "eval_strategy": "steps", "eval_steps": 2,
+        "per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "logging_strategy": "no", **options,
+    }  # fmt: skip
     given = model(int(os.environ.get("RANK", "0"))), transformers.TrainingArguments(folder, **arguments)
     return (kind or transformers.Trainer)(*given, train_dataset=data, eval_dataset=data[:8])
 
@@ -81,41 +64,27 @@ def train(name: str, folder: str, checkpoint: str | None = None, **options: Any)
     return snapshot(trainer.model), trainer
 
 
-def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
-    as_torchrun_starts_it()
-    results = []
-    for name in NAMES:
-        own = f"{folder}/{name}"
-        whole, trainer = train(name, own)
-        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}")
-        results.append((whole, resumed, type(trainer.model_wrapped).__name__))
-    return results
+@on_ranks(2, pool="pair")
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
+    ends = {}
+    for name in (*NAMES, "bytegrad", "decentralized", "low_precision_decentralized", "async", "diloco"):
+        ends[name], trainer = train(name, f"{tmp_path}/{name}")
+        resumed, _ = train(name, f"{tmp_path}/{name}", f"{tmp_path}/{name}/checkpoint-{STEPS // 2}")
+        assert_same_on_all_ranks([*of_all_ranks(ends[name]), resumed])
+        assert type(trainer.model_wrapped).__name__ == ("DistributedDataParallel" if name == "ddp" else "Model")
+    assert_same_on_all_ranks([ends[name] for name in NAMES])
 
 
-NAMES = [*("ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async"), "diloco"]
+def train_both(folder: Path, **options: Any) -> list[Any]:
+    """The trainers of DDP and of our mean of gradients, which end with the same."""
+    states, trainers = zip(*(train(name, f"{folder}/{name}", **options) for name in NAMES), strict=True)
+    assert_same_on_all_ranks(states)
+    return trainers
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: dict[Any, list[Any]]) -> None:
-    ranks = results[stop_and_go_on]
-    for rank in ranks:
-        for name, (whole, resumed, wrapped) in zip(NAMES, rank, strict=True):
-            assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
-            assert wrapped == ("DistributedDataParallel" if name == "ddp" else "Model")
-        ddp, allreduce = rank[0][0], rank[1][0]
-        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
-    for position in range(len(NAMES)):
-        assert_same_on_all_ranks([rank[position][0] for rank in ranks])
-
-
-def train_both(folder: str, **options: Any) -> tuple[list[State], list[Any]]:
-    """What DDP and our mean of gradients end with, and their trainers."""
-    as_torchrun_starts_it()
-    ddp, allreduce = (train(name, f"{folder}/{name}", **options) for name in NAMES[:2])
-    return [ddp[0], allreduce[0]], [ddp[1], allreduce[1]]
-
-
-def accumulated_and_clipped(folder: str) -> list[State]:
-    return train_both(folder, gradient_accumulation_steps=2, max_grad_norm=0.1, save_strategy="epoch")[0]
+@on_ranks(2, pool="pair")
+def test_gradients_are_those_of_ddp_when_accumulated_and_clipped(tmp_path: Path) -> None:
+    train_both(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1, save_strategy="epoch")
 
 
 class PreferenceTrainer(transformers.Trainer):
@@ -129,16 +98,9 @@ class PreferenceTrainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def with_a_derived_trainer(folder: str) -> list[State]:
-    states, trainers = train_both(folder, kind=PreferenceTrainer)
-    assert all(trainer.margin for trainer in trainers)
-    return states
-
-
-@pytest.mark.parametrize("job", [accumulated_and_clipped, with_a_derived_trainer])
-def test_gradients_are_those_of_ddp(results: dict[Any, list[Any]], job: Any) -> None:
-    for ddp, allreduce in results[job]:
-        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+@on_ranks(2, pool="pair")
+def test_gradients_are_those_of_ddp_with_a_derived_trainer(tmp_path: Path) -> None:
+    assert all(trainer.margin for trainer in train_both(tmp_path, kind=PreferenceTrainer))
 
 
 class TooLarge(Model):
@@ -148,7 +110,8 @@ class TooLarge(Model):
         return super().forward(inputs, labels)
 
 
-def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
+@on_ranks(2, pool="pair")
+def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
     logged: list[str] = []
 
     def hear(record: logging.LogRecord) -> bool:
@@ -156,15 +119,9 @@ def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
         return False
 
     logging.getLogger("bagua").addFilter(hear)
-    states, _ = train_both(folder, model=TooLarge, eval_strategy="no", auto_find_batch_size=True)
+    train_both(tmp_path, model=TooLarge, eval_strategy="no", auto_find_batch_size=True)
     logging.getLogger("bagua").removeFilter(hear)
-    return states, logged
-
-
-def test_a_batch_that_fits_is_found(results: dict[Any, list[Any]]) -> None:
-    for (ddp, allreduce), logged in results[find_the_batch_size]:
-        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
-        assert not [text for text in logged if "wrapped" in text]
+    assert not [text for text in logged if "wrapped" in text]
 
 
 def searching_trainer(folder: str, **options: Any) -> Any:
@@ -174,29 +131,25 @@ def searching_trainer(folder: str, **options: Any) -> Any:
     return trainer
 
 
-def search(folder: str) -> list[State]:
+@on_ranks(2, pool="pair")
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(tmp_path: Path) -> None:
     """Two trials as a search for hyperparameters runs them; then the second one by itself."""
-    as_torchrun_starts_it()
-    trainer, last = searching_trainer(folder), searching_trainer(f"{folder}/alone", learning_rate=0.01)
+    trainer, last = searching_trainer(str(tmp_path)), searching_trainer(f"{tmp_path}/alone", learning_rate=0.01)
     trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
     trainer.hp_space, trainer.hp_name = (lambda trial: trial.params), None
     # Optuna need not be installed.
     importlib.import_module("transformers.integrations").hp_params = trainer.hp_space
-    results = []
+    ends = []
     for number, rate in enumerate((0.02, 0.01)):
         trainer.train(trial=types.SimpleNamespace(number=number, params={"learning_rate": rate}))
-        results.append(snapshot(trainer.model))
+        ends.append(snapshot(trainer.model))
     last.train()
-    return [*results, snapshot(last.model)]
-
-
-def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(results: dict[Any, list[Any]], folder: Path):
-    for first, second, alone in results[search]:
-        assert all(torch.equal(second[key], alone[key]) for key in alone)
-        assert not all(torch.equal(first[key], alone[key]) for key in alone)
-    saved = folder / search.__name__
+    (first, second), alone = ends, snapshot(last.model)
+    assert_same_on_all_ranks([second, alone])
+    assert not all(torch.equal(first[key], alone[key]) for key in alone)
+    of_all_ranks(None)  # All have saved.
     for step in (STEPS // 2, STEPS):
-        files = {file.relative_to(saved) for file in saved.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
+        files = {file.relative_to(tmp_path) for file in tmp_path.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
         folders = [Path(name) for name in ("run-0", "run-1", "alone")]
         assert files == {one / f"checkpoint-{step}/bagua-rank{rank}.pt" for one in folders for rank in (0, 1)}
 
@@ -221,26 +174,18 @@ def test_what_is_no_trainer_is_refused() -> None:
         attach(nn.Linear(2, 2), "bytegrad")
 
 
-def without_bagua(folder: str) -> tuple[list[str], str, str]:
-    as_torchrun_starts_it()
+@on_ranks(2, pool="pair")
+def test_a_wrapped_model_and_a_checkpoint_without_bagua(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     train("ddp", folder)
     checkpoint = f"{folder}/checkpoint-{STEPS // 2}"
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="saved without bagua"):
         train("bytegrad", folder, checkpoint)
     if bagua.comm.get_rank() == 1:
         Path(f"{checkpoint}/bagua-rank1.pt").write_bytes(b"half of a file")
-    with pytest.raises(ConfigurationError) as damaged:
+    with pytest.raises(ConfigurationError, match="rank 0: no file; rank 1: a file that cannot be read"):
         train("bytegrad", folder, checkpoint)
     trainer = make_trainer(folder)
     with_bagua(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1), "bytegrad")
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match="attach"):
         trainer.train()
-    return [str(warning.message) for warning in seen], str(refused.value), str(damaged.value)
-
-
-def test_a_wrapped_model_and_a_checkpoint_without_bagua(results: dict[Any, list[Any]]) -> None:
-    for warned, refused, damaged in results[without_bagua]:
-        assert "rank 0: no file; rank 1: a file that cannot be read" in damaged
-        assert any("saved without bagua" in text for text in warned)
-        assert "attach" in refused

@@ -12,9 +12,8 @@ from bagua.comm import open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
 from bagua.membership.islands import write_state
 from bagua.parallel import with_bagua
-from bagua.testing import ThreadRanks
-from bagua.testing.ranks import RankDiedError
-from tests.harness import until
+from bagua.testing import RankDiedError
+from tests.harness import on_ranks, until
 from tests.membership import training
 from tests.membership.training import PERIOD, Unsteady, among, joined, new_store, together, train, wrapped
 
@@ -287,11 +286,8 @@ def test_the_options_of_the_algorithm_may_be_others(tmp_path):
     assert torch.equal(begun.weight, model.weight)
 
 
-def test_one_file_for_several_ranks_is_refused():
-    def rank():
-        for argument in ("checkpoint", "resume"):
-            with pytest.raises(ConfigurationError, match="one file for all ranks") as caught:
-                bagua.join_islands("tcp://127.0.0.1:1", **{argument: "state.pt"})
-            assert caught.value.argument == argument
-
-    ThreadRanks(2).run(rank)
+@pytest.mark.parametrize("argument", ["checkpoint", "resume"])
+@on_ranks(2)
+def test_one_file_for_several_ranks_is_refused(argument):
+    with pytest.raises(ConfigurationError, match="one file for all ranks", check=lambda one: one.argument == argument):
+        bagua.join_islands("tcp://127.0.0.1:1", **{argument: "state.pt"})

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from bagua.algorithms import Algorithm, DionAlgorithm, LocalUpdates, registry
 from bagua.errors import ConfigurationError, TooFewMembersError
@@ -13,7 +14,7 @@ from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks, this_rank
 from tests.algorithms.test_toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker, promised_by, spread
-from tests.harness import loss_of, mean_gradients, mlp, snapshot, train_steps, until
+from tests.harness import descend, loss_of, mean_gradients, mlp, train_steps, until
 from tests.membership import training
 from tests.membership.training import among, ends_of_each_fault, joined, new_store, train, train_to_a_fault, wrapped
 
@@ -22,12 +23,9 @@ pytestmark = pytest.mark.threads
 #: Warm-ups end before islands go and come.
 QUICK = {"qadam": QuickQAdam, "one_bit_adam": QuickOneBitAdam, "one_bit_lamb": QuickOneBitLamb}
 OPTIONS = {
-    "loco": {"warmup_steps": 0},
-    "sign_sgd": {"warmup_steps": 0},
-    "top_k": {"warmup_steps": 1, "density_steps": 2},
-    "power_sgd": {"warmup_steps": 1},
-    "dion": {"matrix_rank": 2},
-}
+    "loco": {"warmup_steps": 0}, "sign_sgd": {"warmup_steps": 0}, "top_k": {"warmup_steps": 1, "density_steps": 2},
+    "power_sgd": {"warmup_steps": 1}, "dion": {"matrix_rank": 2},
+}  # fmt: skip
 OF_GRADIENTS = [
     name
     for name in registry
@@ -48,14 +46,15 @@ def train_elastic(algorithm):
     store = new_store()
 
     def train(islands, last):
-        model, found, roster = mlp(islands.seat), {}, islands._state.roster
+        model, found, roster = mlp(islands.seat), [], islands._state.roster
         optimizer = optimizer_of(algorithm, model)
         with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
         for step in range(model.bagua_step + 1, last + 1):
             if step == COMES_AFTER and islands.seat < 3 and last == STEPS:
                 until(lambda: any(seat > 2 and one.waiting for seat, one in roster.records.items()))
             train_steps(model, optimizer, islands.seat, [step])
-            found[step] = (snapshot(model), islands.members().contributed)
+            weights = parameters_to_vector(model.parameters()).detach()
+            found.append(training.Outer(step, weights, islands.members().contributed))
         return found
 
     def island(number):
@@ -75,7 +74,7 @@ def trained_whole(algorithm, crowds):
     for step, seats in enumerate(crowds, start=1):
         mean_gradients(model, len(seats), lambda one, place, t=step, crowd=seats: loss_of(one, crowd[place], t))
         optimizer.step()
-    return snapshot(model)
+    return parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("name", OF_GRADIENTS)
@@ -86,16 +85,11 @@ def test_islands_go_and_come_between_steps(name):
         with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match="only sums and means"):
             with_bagua(mlp(), [], algorithm, between=islands, elastic=True)
         return
-    by_step = {}
-    for row in train_elastic(algorithm):
-        for step, (weights, contributed) in row.items():
-            other = by_step.setdefault(step, (weights, contributed))
-            assert contributed == other[1]
-            assert all(torch.equal(one, other[0][key]) for key, one in weights.items()), step
-    crowds = [by_step[step][1] for step in sorted(by_step)]
+    by_step = training.check_equal(train_elastic(algorithm))
+    crowds = [by_step[step].contributed for step in sorted(by_step)]
     assert sorted({len(crowd) for crowd in crowds}) == [2, 3]
     assert sorted(set().union(*crowds)) == [0, 1, 2, 3]
-    distance = spread([by_step[STEPS][0], trained_whole(algorithm, crowds)])
+    distance = spread([{"": by_step[STEPS].weights}, {"": trained_whole(algorithm, crowds)}])
     assert distance < (1e-6 if promised_by(algorithm) == "exact" else 0.1)
     if name != "dion":  # Its optimizer steps along other directions when nothing is exchanged.
         assert promised_by(algorithm) == "exact" or distance > 1e-6
@@ -165,12 +159,10 @@ def learn(seat: int, options: dict[str, object], **where: object) -> list[torch.
     data, found = torch.randn(4, 3, generator=torch.Generator().manual_seed(seat)), []
 
     def look() -> None:
-        found.append(torch.cat([one.detach().reshape(-1) for one in model.parameters()]))
+        found.append(parameters_to_vector(model.parameters()).detach())
 
     for step in range(3 * PERIOD + 3):
-        optimizer.zero_grad()
-        model(data).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(data).square().mean())
         look()
         if step == PERIOD + 2:
             with model.bagua_global_average():

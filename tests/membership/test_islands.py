@@ -13,15 +13,13 @@ import torch
 
 from bagua import errors
 from bagua.algorithms import Algorithm, Difference, Every, Exchange, Mean, Outer, OuterStep
-from bagua.comm import group_of_seats
-from bagua.comm.transports.threads import inject_fault
+from bagua.comm import group_of_seats, inject_fault
 from bagua.compression import Float16
-from bagua.membership import island as island_module
 from bagua.membership import participant
 from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing.ranks import RankDiedError
-from tests.harness import until
+from tests.harness import descend, until
 from tests.membership import training
 from tests.membership.training import PERIOD, among, check_rows, joined, new_store, run, train, vanish, wrapped
 
@@ -217,7 +215,7 @@ def test_another_run_is_refused_with_both_sides_named(monkeypatch):
     store = new_store()
     with contextlib.ExitStack() as first:
         with monkeypatch.context() as there:
-            there.setattr(island_module, "this_process", lambda: "head, process 7")
+            there.setattr("bagua.membership.island.this_process", lambda: "head, process 7")
             first.enter_context(joined(store, 1))
         with pytest.raises(errors.CollectiveMismatchError) as caught, joined(store, 2):
             pass
@@ -372,9 +370,7 @@ def test_the_mean_is_that_of_all_members(algorithm, several):
         data = torch.randn(8, 3, generator=generator, dtype=torch.float64)
 
         def step():
-            optimizer.zero_grad()
-            (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, (model(data) - data.sum(1, keepdim=True)).square().mean())
 
         lent = []
         for _ in range(3):

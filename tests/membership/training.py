@@ -5,7 +5,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,15 +13,14 @@ from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
 from bagua.comm import get_default_group
+from bagua.comm import thread_store as new_store
 from bagua.comm.store.keys import PolledStore
-from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled, Step, inject_fault
 from bagua.membership import Islands
 from bagua.membership.state import Deadlines, Roster
 from bagua.parallel import with_bagua
-from bagua.testing import Outcome, ThreadRanks
-from bagua.testing.ranks import RankDiedError
-from tests.harness import in_threads, until
+from bagua.testing import Outcome, RankDiedError, ThreadRanks
+from tests.harness import descend, in_threads, until
 
 PERIOD = 2
 #: Ranks of an island that has several.
@@ -47,9 +45,6 @@ class Outer(NamedTuple):
     step: int
     weights: torch.Tensor
     contributed: tuple[int, ...]
-
-
-new_store = thread_store
 
 
 class Unsteady(PolledStore):
@@ -152,10 +147,7 @@ def wrapped(
 
 def learn(model: torch.nn.Module, data: torch.Tensor) -> None:
     """One step, to make squares of what the model answers smaller."""
-    (optimizer,) = model.bagua_optimizers
-    optimizer.zero_grad()
-    model(data).square().sum().backward()
-    optimizer.step()
+    descend(*model.bagua_optimizers, model(data).square().sum())
 
 
 def train(
@@ -231,7 +223,7 @@ def run_islands(count: int, job: Callable[[int], Any]) -> list[list[Any]]:
     return in_threads(count, lambda number: _ends(ThreadRanks(RANKS, deadline_s=60.0).outcomes(job, number)))
 
 
-def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
+def together(store, size: int, **options: Any) -> contextlib.AbstractContextManager[Islands]:
     """One of the islands that meet at ``store``, on each of its ranks."""
     return joined(store, size, group=get_default_group().duplicate("islands"), **options)
 
@@ -321,7 +313,7 @@ def ends_of_each_fault(train_to: Callable[[Fault], list[Any]], skipped: float = 
         yield ends
 
 
-def check_newcomer(island: Callable[[], AbstractContextManager[Islands]], algorithm: str) -> Sequence[str]:
+def check_newcomer(island: Callable[[], contextlib.AbstractContextManager[Islands]], algorithm: str) -> Sequence[str]:
     """Two train for five periods; a third one comes in the middle of the second. Why, as all say in the end.
 
     It had the state before it came in, and trains on from where the others are.

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -177,50 +178,45 @@ def test_no_step_of_any_rank_is_lost_or_counted_twice(thread_ranks, seed, size):
     assert all(averages > 4 for *_, averages in results), "more than the four at the ends"
 
 
-def test_no_rank_waits_for_one_that_takes_no_step_and_that_one_is_averaged_with(thread_ranks):
-    trained = threading.Event()
-
-    def train() -> tuple[float, float]:
-        rank, model = bagua.comm.get_rank(), number(OFTEN)
-        model.step_by(0.0)
-        if rank == 1:
-            assert trained.wait(60)  # One of its steps takes as long as those of the other.
-        else:
-            for _ in range(200):
-                model.step_by(1.0)
-            enough = averages_of(model) + 3
-            while averages_of(model) < enough:
-                model.step_by(0.0)
-            trained.set()
-        before = model.value
-        abort(model)
-        return before, model.value
-
-    (fast, end), (slow, same) = thread_ranks(2, train)
-    assert end == same == pytest.approx(100.0, rel=1e-9)
-    assert (fast, slow) == (pytest.approx(100.0, rel=0.5), 0.0)
+#: Events that the ranks of one test share.
+trained, begun, interrupted = (pytest.fixture(lambda: threading.Event()) for _ in range(3))  # noqa: PLW0108 - a class is no fixture
 
 
-def test_an_average_that_takes_long_holds_up_no_step(thread_ranks):
-    trained, begun = threading.Event(), threading.Event()
+@on_ranks(2, assert_same_on_all_ranks)
+def test_no_rank_waits_for_one_that_takes_no_step_and_that_one_is_averaged_with(trained) -> State:
+    rank, model = bagua.comm.get_rank(), number(OFTEN)
+    model.step_by(0.0)
+    if rank == 1:
+        assert trained.wait(60)  # One of its steps takes as long as those of the other.
+    else:
+        for _ in range(200):
+            model.step_by(1.0)
+        enough = averages_of(model) + 3
+        while averages_of(model) < enough:
+            model.step_by(0.0)
+        trained.set()
+    assert model.value == (0.0 if rank else pytest.approx(100.0, rel=0.5))
+    end = abort(model)
+    assert model.value == pytest.approx(100.0, rel=1e-9)
+    return end
 
+
+@on_ranks(2)
+def test_an_average_that_takes_long_holds_up_no_step(trained, begun):
     def slow_link(step: Step) -> None:
         if step.rank == 1 and "averaging" in step.label and step.call.kind == "allreduce":
             begun.set()
             assert trained.wait(60)
 
-    def train() -> float:
-        model = number(OFTEN, slow_link)
-        model.step_by(0.0)
-        if bagua.comm.get_rank() == 0:
-            assert begun.wait(60)
-            for _ in range(50):
-                model.step_by(1.0)
-            trained.set()
-        abort(model)
-        return model.value
-
-    assert thread_ranks(2, train) == [25.0, 25.0]
+    model = number(OFTEN, slow_link)
+    model.step_by(0.0)
+    if bagua.comm.get_rank() == 0:
+        assert begun.wait(60)
+        for _ in range(50):
+            model.step_by(1.0)
+        trained.set()
+    abort(model)
+    assert model.value == 25.0
 
 
 @on_ranks(2)
@@ -308,9 +304,6 @@ def test_a_training_thread_that_wakes_late_has_one_last_average():
 
 @on_ranks(2)
 def test_an_average_that_was_taken_in_half_is_not_taken_in_again():
-    def interrupt(_: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
     layers = nn.Sequential(nn.Linear(1, 300, bias=False), nn.Linear(300, 1, bias=False))
     loop = Averaged(NEVER, make=lambda: layers)
     model, (_, last) = loop.model, loop.model.bagua_algorithm._buckets
@@ -320,10 +313,8 @@ def test_an_average_that_was_taken_in_half_is_not_taken_in_again():
     due(model)
     model(torch.zeros(1, 1)).sum().backward()
     until(lambda: averager_of(model).stage is Stage.DIFFERENCE)
-    views, last.views = last.views, interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with patch.object(last, "views", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         model(torch.zeros(1, 1))
-    last.views = views
     for _ in range(2):
         model(torch.zeros(1, 1)).sum().backward()
     bagua.comm.barrier()
@@ -334,36 +325,29 @@ def test_an_average_that_was_taken_in_half_is_not_taken_in_again():
 def ctrl_c(model) -> Iterator[None]:
     """The next wait for the end is interrupted when this rank's thread has told the others of it."""
     averager = averager_of(model)
-    wait = averager._stopped.wait
 
     def interrupt(_: float) -> bool:
         until(waits_for_the_end(model, averager._group.rank))
         raise KeyboardInterrupt
 
-    averager._stopped.wait = interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with patch.object(averager._stopped, "wait", interrupt), pytest.raises(KeyboardInterrupt):
         yield
-    averager._stopped.wait = wait
 
 
-def test_ctrl_c_in_abort_before_the_others_come(thread_ranks):
-    interrupted, ends = threading.Event(), threading.Event()
-
-    def train() -> State:
-        loop = averaged()
-        if loop.rank == 0:
-            with ctrl_c(loop.model):
-                loop.abort()
-            interrupted.set()
-            until(waits_for_the_end(loop.model, 1))
-            loop.train_until_averaged(3)
-            ends.set()
-        assert interrupted.wait(60)
-        loop.abort()
-        assert ends.is_set(), "rank 0 still trained"
-        return snapshot(loop.model)
-
-    assert_same_on_all_ranks(thread_ranks(2, train))
+@on_ranks(2, assert_same_on_all_ranks)
+def test_ctrl_c_in_abort_before_the_others_come(interrupted, trained) -> State:
+    loop = averaged()
+    if loop.rank == 0:
+        with ctrl_c(loop.model):
+            loop.abort()
+        interrupted.set()
+        until(waits_for_the_end(loop.model, 1))
+        loop.train_until_averaged(3)
+        trained.set()
+    assert interrupted.wait(60)
+    loop.abort()
+    assert trained.is_set(), "rank 0 still trained"
+    return snapshot(loop.model)
 
 
 @pytest.mark.parametrize("then", ["abort", "finish"])
@@ -471,29 +455,20 @@ def test_gradients_are_those_of_the_rank():
     loop.abort()
 
 
-def test_a_checkpoint_goes_on_in_its_step(thread_ranks):
+@on_ranks(2)
+def test_a_checkpoint_goes_on_in_its_step():
     algorithm = AsyncModelAverageAlgorithm("all", 1e9, 2)
-
-    def save() -> tuple[State, State, dict]:
-        loop = Averaged(algorithm)
-        saved = loop.train(4), loop.model.bagua_state_dict()
-        return *saved, loop.train()
-
-    def load(saved) -> None:
-        weights, state, later = saved[bagua.comm.get_rank()]
-        loop = Averaged(algorithm, make=functools.partial(mlp, 7))
-        loop.model.load_state_dict(weights)
-        loop.model.bagua_load_state_dict(state)
-        assert_same_on_all_ranks([weights, snapshot(loop.model)])  # Also where they differ between ranks.
-        loop.step = 4
-        assert_same_on_all_ranks([later, loop.train()])
-        assert loop.reducer.step == 5
-        another = Averaged(algorithm)
-        another.model.bagua_load_state_dict(state)
-        another.abort()  # Its warm-up is over.
-        assert averages_of(another.model) >= 1  # Another one may come before both ranks say that they end.
-
-    thread_ranks(2, load, thread_ranks(2, save))
+    first, loop, another = Averaged(algorithm), Averaged(algorithm, make=functools.partial(mlp, 7)), Averaged(algorithm)
+    weights, state = first.train(4), first.model.bagua_state_dict()
+    loop.model.load_state_dict(weights)
+    loop.model.bagua_load_state_dict(state)
+    assert_same_on_all_ranks([weights, snapshot(loop.model)])  # Also where they differ between ranks.
+    loop.step = 4
+    assert_same_on_all_ranks([first.train(), loop.train()])
+    assert loop.reducer.step == 5
+    another.model.bagua_load_state_dict(state)
+    another.abort()  # Its warm-up is over.
+    assert averages_of(another.model) >= 1  # Another one may come before both ranks say that they end.
 
 
 @on_ranks(2, assert_same_on_all_ranks)
@@ -539,9 +514,8 @@ def test_training_goes_on_after_finish_with_averages():
 @on_ranks(2)
 def test_one_rank_that_ends_while_another_one_switches():
     loop = averaged()
-    with pytest.raises(errors.CollectiveMismatchError) as caught:
+    with pytest.raises(errors.CollectiveMismatchError, check=lambda error: error.peers == (1,)):
         loop.abort() if loop.rank == 0 else loop.model.bagua_finish()
-    assert caught.value.peers == (1,)
 
 
 @on_ranks(2, timeout_s=1.0)
@@ -552,9 +526,8 @@ def test_one_rank_alone_changes_its_model():
             loop.train_until(lambda: False)
         return
     loop.model[0].weight.requires_grad_(False)
-    with pytest.raises(errors.CollectiveTimeoutError, match="not all ranks stopped") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError, match="not all ranks stopped", check=lambda it: it.peers == (1,)):
         loop.train()
-    assert caught.value.peers == (1,)
 
 
 @on_ranks(2)
@@ -582,9 +555,8 @@ def test_a_rank_that_leaves_lets_the_others_train_on_and_end(thread_ranks, leave
         loop.train(5)
         with contextlib.nullcontext() if paused else pytest.raises(errors.PeerLostError, match="rank 1 has left"):
             loop.abort()
-        with pytest.raises(errors.PeerLostError, match="rank 1 has left") as caught:
+        with pytest.raises(errors.PeerLostError, match="rank 1 has left", check=lambda error: error.peers == (1,)):
             loop.resume()
-        assert caught.value.peers == (1,)
 
     thread_ranks(3, train)
     warned = [record for record in caplog.records if "goes on without averages" in record.getMessage()]
@@ -646,14 +618,11 @@ def test_a_rank_that_is_killed_at_any_point_of_a_round_is_named_by_the_others(th
 
 @on_ranks(3)
 def test_an_error_in_the_thread_of_one_rank_reaches_all_and_is_no_average():
-    def fail(*_: object) -> None:
-        raise MemoryError("for the test")
-
     loop = averaged()
     averager = averager_of(loop.model)
     if loop.rank == 1:
         until(lambda: averager.stage is Stage.DIFFERENCE)
-        averager._communicator.allreduce = fail
+        averager._communicator.allreduce = Mock(side_effect=MemoryError("for the test"))
         until(lambda: not averager._thread.is_alive())
         assert averager.stage is Stage.EMPTY
     with pytest.raises(MemoryError if loop.rank == 1 else errors.PeerLostError, match="for the test"):
@@ -686,16 +655,14 @@ def test_one_rank_has_nothing_to_do():
         wrapped.bagua_algorithm.abort(mlp())
 
 
-def _train_and_abort() -> State:
+@on_ranks(2, assert_same_on_all_ranks, pool="rank_pool")
+def test_models_are_equal_after_abort() -> State:
     return averaged_apart().abort()
 
 
-def test_models_are_equal_after_abort(ranks):
-    assert_same_on_all_ranks(ranks(2, _train_and_abort))
-
-
-def _abort_in_a_child() -> int:
-    """The exit status of a forked child that calls ``abort``; its parent averages on."""
+@on_ranks(2, pool="process_pool")
+def test_a_forked_child_does_not_wait_for_the_end():
+    """Its parent averages on."""
     loop = averaged_apart()
     child = os.fork()
     if not child:
@@ -710,11 +677,7 @@ def _abort_in_a_child() -> int:
     _, ended = os.waitpid(child, 0)
     loop.train_until_averaged()
     loop.abort()
-    return os.waitstatus_to_exitcode(ended)
-
-
-def test_a_forked_child_does_not_wait_for_the_end(process_ranks):
-    assert process_ranks(2, _abort_in_a_child) == [0, 0]
+    assert os.waitstatus_to_exitcode(ended) == 0
 
 
 def _train_until_killed() -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.torch_api import bagua_init
 from tests.algorithms.test_toys import LocalSgd, Rounded
-from tests.harness import OptimizerMaker, adam, assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot
-from tests.parallel.wrapping import Loop, Made, on_ranks
+from tests.harness import OptimizerMaker, State, adam, assert_same_on_all_ranks, mlp, reference, sgd, snapshot
+from tests.parallel.wrapping import Loop, Made, assert_trained, on_ranks
 
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
 SIZES = [1, 1024, 2048]
@@ -49,7 +50,6 @@ def tune_by_hand(loop: Loop, steps: int, score=score_of) -> list[Setting]:
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
 def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, caplog, hosts):
-    ranks = sum(hosts)
     caplog.set_level("INFO", logger="bagua.autotune")
 
     def train():
@@ -59,17 +59,15 @@ def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, ca
         assert len(loop.wrapped.bagua_buckets) == {1: 6, 1024: 2}[setting_of(loop).bucket_bytes]
         return settings, snapshot(loop.model)
 
-    results = thread_ranks(ranks, train, hosts=hosts)
+    (settings, *others), states = zip(*thread_ranks(sum(hosts), train, hosts=hosts), strict=True)
     several_levels = max(hosts) > 1
-    settings = results[0][0]
-    assert all(other == settings for other, _ in results), "all ranks change in the same step"
+    assert all(other == settings for other in others), "all ranks change in the same step"
     assert {setting.bucket_bytes for setting in settings} == set(SIZES)
     assert {setting.hierarchical for setting in settings} == {False, True} if several_levels else {False}
     assert settings[-5:] == [Setting(1024, several_levels)] * 5
     (told,) = [record.message for record in caplog.records if record.name == "bagua.autotune"]
     assert told.startswith(f"chose {Setting(1024, several_levels)} after "), "rank 0 says it, once"
-    assert_same_on_all_ranks([state for _, state in results])
-    assert_close(results[0][1], reference(mlp(), adam, ranks, range(30)))
+    assert_trained(states, reference(mlp(), adam, sum(hosts), range(30)))
 
 
 @pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, "async")])
@@ -78,18 +76,13 @@ def test_where_there_is_nothing_to_tune_asking_changes_nothing(size, algorithm):
     assert set(tune_by_hand(tuned(algorithm), 8)) == {Setting(1)}
 
 
-def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
+@on_ranks(2, assert_same_on_all_ranks)
+def test_what_an_algorithm_remembers_survives_every_change() -> State:
     """Rounding leaves a residual for each element; were it lost or mixed up, the weights would differ."""
-
-    def train(tunes):
-        loop = tuned(Rounded(grain=2.0**-4))
-        settings = tune_by_hand(loop, 20) if tunes else [loop.train(20)]
-        return len(set(settings)) if tunes else 1, snapshot(loop.model)
-
-    still = thread_ranks(2, train, False)
-    tuned_ones = thread_ranks(2, train, True)
-    assert [count for count, _ in still + tuned_ones] == [1, 1, 3, 3]
-    assert_same_on_all_ranks([state for _, state in still + tuned_ones])
+    still, loop = (tuned(Rounded(grain=2.0**-4)) for _ in range(2))
+    assert len(set(tune_by_hand(loop, 20))) == 3
+    assert_same_on_all_ranks([still.train(20), snapshot(loop.model)])
+    return snapshot(loop.model)
 
 
 @on_ranks(3, hosts=[2, 1])
@@ -101,19 +94,15 @@ def test_an_algorithm_with_a_memory_keeps_its_form():
     assert len({one.hierarchical for one in settings_of(loop.reducer.formation)}) == 1
 
 
-def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
-    def train():
-        loop = tuned(find_unused_parameters=True)
-        tune_by_hand(loop, 20)
-        assert loop.wrapped._bagua_engine.tuner._final
-        loop.model[4].requires_grad_(False)
-        settings = tune_by_hand(loop, 20, lambda setting: float(setting.bucket_bytes))
-        assert loop.wrapped._bagua_engine.tuner._final
-        return settings, setting_of(loop)
-
-    ((settings, last), (_, other)) = thread_ranks(2, train)
-    assert settings[0] == Setting(1024)
-    assert last == other != Setting(1024)
+@on_ranks(2)
+def test_a_change_of_the_model_is_tuned_anew():
+    loop = tuned(find_unused_parameters=True)
+    tune_by_hand(loop, 20)
+    assert loop.wrapped._bagua_engine.tuner._final
+    loop.model[4].requires_grad_(False)
+    first, *_ = tune_by_hand(loop, 20, lambda setting: float(setting.bucket_bytes))
+    assert loop.wrapped._bagua_engine.tuner._final
+    assert (first, setting_of(loop)) == (Setting(1024), Setting(2048))
 
 
 @on_ranks(2)
@@ -162,23 +151,24 @@ def test_mixed_dtypes_keep_the_order_of_their_gradients():
     assert [bucket.names for bucket in wrapped.bagua_buckets] == before
 
 
-def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
-    """Not when the garbage collector finds them: several generations of a large model's buckets would not fit."""
-
-    def train() -> list[bool]:
-        loop = tuned()
-        loop.train(2)
-        loop.wrapped.report_metrics([1.0])
-        assert loop.wrapped.ask_and_update_hyperparameters() is False, "it only begins"
-        before = [weakref.ref(bucket) for bucket in loop.wrapped.bagua_buckets]
-        loop.reducer.formation.recut(Setting(2048))
-        return [bucket() is None for bucket in before]
-
+@pytest.fixture
+def no_collection() -> Iterator[None]:
     gc.disable()
-    try:
-        assert thread_ranks(2, train) == [[True] * 6] * 2
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@on_ranks(2)
+def test_buckets_that_are_no_longer_used_are_gone_at_once():
+    """Not when the garbage collector finds them: several generations of a large model's buckets would not fit."""
+    loop = tuned()
+    loop.train(2)
+    loop.wrapped.report_metrics([1.0])
+    assert loop.wrapped.ask_and_update_hyperparameters() is False, "it only begins"
+    before = [weakref.ref(bucket) for bucket in loop.wrapped.bagua_buckets]
+    loop.reducer.formation.recut(Setting(2048))
+    assert [bucket() for bucket in before] == [None] * 6
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
@@ -241,16 +231,12 @@ def test_a_rank_that_does_not_ask_is_named_and_set_free():
         return
     loop.reducer.group.timeout_s = 0.2  # rank 1 has much longer
     loop.wrapped.report_metrics([1.0])
-    with pytest.raises(CollectiveTimeoutError) as caught:
+    with pytest.raises(CollectiveTimeoutError, check=lambda error: 1 in error.peers):
         loop.wrapped.ask_and_update_hyperparameters()
-    assert 1 in caught.value.peers
 
 
-def tune_on_processes() -> Setting:
+@on_ranks(3, pool="process_pool", hosts=[2, 1])
+def test_processes_tune_through_their_store():
     loop = tuned()
     tune_by_hand(loop, 20)
-    return setting_of(loop)
-
-
-def test_processes_tune_through_their_store(process_ranks):
-    assert process_ranks(3, tune_on_processes, hosts=[2, 1]) == [Setting(1024, True)] * 3
+    assert setting_of(loop) == Setting(1024, True)

@@ -9,11 +9,12 @@ import os
 import re
 import subprocess
 import threading
-import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.wrappers import OverlappingWrapper
 from tests.contract.algorithms import optimizer_maker
-from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, seeded, sgd, snapshot, train_steps, until
+from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, seeded, snapshot, until
 from tests.launching import PATIENCE_S, REPOSITORY, launched
 from tests.parallel import test_decentralized as decentralized
 from tests.parallel.wrapping import WRAPS, Loop, on_ranks
@@ -46,13 +47,14 @@ def held() -> dict[str, float]:
 
 def held_at_rest(allowed: dict[str, float]) -> dict[str, float]:
     """What this process holds when all dropped models were closed."""
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
+
+    def rests() -> bool:
         gc.collect()
         within = all(number <= allowed[what] for what, number in held().items())
-        if within and not bagua.comm.get_default_group()._descendants:
-            break
-        time.sleep(0.01)
+        return within and not bagua.comm.get_default_group()._descendants
+
+    with contextlib.suppress(AssertionError):
+        until(rests, LIMIT_S)
     return held()
 
 
@@ -72,17 +74,15 @@ KINDS = ("data_parallel", "gradient_allreduce", "bytegrad", "low_precision_decen
 
 def wrap_and_drop(kind: str) -> torch.optim.Optimizer:
     """Two steps of a model that is garbage afterwards. The optimizer is kept a little longer."""
-    rank = bagua.comm.get_rank()
-    model = wide_model()
-    optimizer = sgd(model.parameters())
-    if kind == "neighbours":
-        wrapped = DecentralizedDataParallel(model, decentralized.momentum)
-    elif kind == "data_parallel":
-        wrapped = WRAPS[kind](model, optimizer)
-    else:
-        wrapped = with_bagua(model, [optimizer], kind)
-    train_steps(wrapped, optimizer, rank, range(2))
-    return optimizer
+
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        if kind == "neighbours":
+            return DecentralizedDataParallel(model, decentralized.momentum)
+        return with_bagua(model, [optimizer], kind)
+
+    loop = Loop(kind if kind in WRAPS else wrap, wide_model)
+    loop.train(2)
+    return loop.optimizer
 
 
 def wrap_and_drop_many(models: int, kinds: tuple[str, ...], rest_after: int) -> tuple[dict[str, float], ...]:
@@ -112,48 +112,44 @@ def test_dropped_models_leave_nothing_behind(ranks, case):
             assert number <= allowed[what], what
 
 
-def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(thread_ranks):
+#: Set when rank 0 has dropped its model: one for all ranks of a test.
+dropped = pytest.fixture(lambda: threading.Event())  # noqa: PLW0108 - a class is no fixture
+
+
+@on_ranks(2)
+def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(dropped):
     """With a lag, the last exchange of a rank is under way when it drops its model."""
-    dropped = threading.Event()
-
-    def train() -> None:
-        model = decentralized.wrap()
-        decentralized.train(model, range(3))
-        if bagua.comm.get_rank() == 0:
-            reducer = weakref.ref(model.reducer)
-            del model
-            collect(reducer)
-            dropped.set()
-            return
-        assert dropped.wait(LIMIT_S)
-        decentralized.train(model, [3])  # It mixes with what the other rank had sent before.
-        with pytest.raises(PeerLostError, match="lost rank 0"):
-            decentralized.train(model, [4, 5])
-
-    thread_ranks(2, train)
+    model = decentralized.wrap()
+    decentralized.train(model, range(3))
+    if bagua.comm.get_rank() == 0:
+        reducer = weakref.ref(model.reducer)
+        del model
+        collect(reducer)
+        dropped.set()
+        return
+    assert dropped.wait(LIMIT_S)
+    decentralized.train(model, [3])  # It mixes with what the other rank had sent before.
+    with pytest.raises(PeerLostError, match="lost rank 0"):
+        decentralized.train(model, [4, 5])
 
 
 @pytest.mark.parametrize("end", ["destroy", "drop"])
-def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_ranks, end):
-    dropped = threading.Event()
-
-    def train() -> None:
-        rank, model = bagua.comm.get_rank(), decentralized.wrap()
-        decentralized.train(model, range(2))
-        if rank == 1:
-            assert dropped.wait(LIMIT_S)
-        decentralized.train(model, [2])
-        if rank == 0:
-            reducer = weakref.ref(model.reducer)
-            del model
-            collect(reducer)
-            dropped.set()
-            if end == "destroy":
-                bagua.comm.destroy_process_group()
-        else:
-            model.reducer.scheduler.settle()
-
-    thread_ranks(2, train)
+@on_ranks(2)
+def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(dropped, end):
+    rank, model = bagua.comm.get_rank(), decentralized.wrap()
+    decentralized.train(model, range(2))
+    if rank == 1:
+        assert dropped.wait(LIMIT_S)
+    decentralized.train(model, [2])
+    if rank == 0:
+        reducer = weakref.ref(model.reducer)
+        del model
+        collect(reducer)
+        dropped.set()
+        if end == "destroy":
+            bagua.comm.destroy_process_group()
+    else:
+        model.reducer.scheduler.settle()
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
@@ -181,67 +177,52 @@ class Owner:
     """Nothing but a lifetime."""
 
 
-class Belonging:
-    """Something that can be closed once it is not busy any more."""
-
-    def __init__(self, busy: bool = True) -> None:
-        self.busy, self.closed = busy, threading.Event()
-        self.close = self.closed.set
-
-    def idle(self) -> bool:
-        return not self.busy
+def watched(closer: _Closer, **idle: Any) -> tuple[Owner, Mock, Callable[[], None], threading.Thread]:
+    """An owner, what belongs to it, what has this closed soon, and the thread that does so."""
+    owner, belonging = Owner(), Mock(idle=Mock(**idle))
+    return owner, belonging, closer.watch(owner, belonging), closer._thread
 
 
 def test_the_thread_that_closes_ends_with_the_last_owner():
     closer = _Closer()
-    owners, belongings = [Owner(), Owner()], [Belonging(), Belonging()]
-    soon, _ = [closer.watch(owner, one) for owner, one in zip(owners, belongings, strict=True)]
-    thread = closer._thread
+    (owner, first, soon, thread), (other, second, *_) = (watched(closer, return_value=False) for _ in range(2))
     soon()
-    owners.pop(0)
-    belongings[0].busy = False
-    assert belongings[0].closed.wait(LIMIT_S)
+    del owner
+    first.idle.return_value = True
+    until(lambda: first.close.called, LIMIT_S)
     assert thread.is_alive()
-    owners.clear()
+    del other
     assert thread.is_alive()
-    assert not belongings[1].closed.is_set()
-    belongings[1].busy = False
+    assert not second.close.called
+    second.idle.return_value = True
     thread.join(LIMIT_S)
-    assert not thread.is_alive()
-    assert belongings[1].closed.is_set()
+    assert (thread.is_alive(), second.close.called) == (False, True)
 
 
 def test_what_cannot_be_looked_at_is_closed_all_the_same(caplog):
-    closer = _Closer()
-    owner, belonging = Owner(), Belonging()
-    del belonging.busy
-    closer.watch(owner, belonging)
-    thread = closer._thread
+    owner, belonging, _, thread = watched(_Closer(), side_effect=AttributeError)
     del owner
     thread.join(LIMIT_S)
-    assert belonging.closed.is_set()
+    assert belonging.close.called
     assert "AttributeError" in caplog.text
 
 
 def test_a_forked_child_closes_nothing_of_its_parent():
     closer = _Closer()
-    of_parent, of_child = Owner(), Owner()
-    belongings = [Belonging(busy=False), Belonging(busy=False)]
-    soon = closer.watch(of_parent, belongings[0])
-    before, wake = closer._thread, closer._wake
+    of_parent, parents, soon, before = watched(closer)
+    wake = closer._wake
     closer.disown()  # As after a fork, but for the thread, which is still there: it must end.
     closer._stopping = True
     wake.set()
+    closer._wake.set()  # At which a thread looks that has only begun.
     before.join(LIMIT_S)
     closer._stopping = False
-    closer.watch(of_child, belongings[1])
-    thread = closer._thread
-    assert thread is not before
+    of_child, childs, _, thread = watched(closer)
     soon()
     del of_parent, of_child
     thread.join(LIMIT_S)
-    assert belongings[1].closed.is_set()
-    assert not belongings[0].closed.is_set()
+    assert thread is not before
+    assert (childs.close.called, parents.close.called) == (True, False)
 
 
 @pytest.mark.parametrize("size", [1, 2])

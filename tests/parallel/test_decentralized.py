@@ -1,6 +1,5 @@
 """``DecentralizedDataParallel`` equals all ranks in one process, on every transport; bad input gets typed errors."""
 
-import io
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from bagua.testing.ranks import this_rank
 from bagua.topology import Edge
 from tests.algorithms.stacked import Replicas
 from tests.harness import State, assert_close, assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot
-from tests.parallel.wrapping import Made, on_ranks
+from tests.parallel.wrapping import Made, file_of, on_ranks
 from tests.topologies import DRAWN_PAIRS, ONE_WAY, STAR, UNEVEN_EDGES
 from tests.topologies import Made as MadeTopology
 
@@ -290,7 +289,7 @@ def train_and_average(name: str) -> tuple[list[State], list[list[str]], State]:
     with model.global_avg() as average:
         assert 0 < average.distance < 1
         mean = snapshot(model)
-    assert all(torch.equal(value, states[-1][name]) for name, value in snapshot(model).items())
+    assert_same_on_all_ranks([states[-1], snapshot(model)])
     return states, layout_of(model), mean
 
 
@@ -330,49 +329,38 @@ def test_survivors_keep_their_weights(rank_pool):
     assert outcomes[0].value == "PeerLostError", outcomes[0].trace
 
 
-def leave_early() -> None:
+@on_ranks(2, pool="rank_pool")
+def test_a_rank_that_is_done_waits_for_the_others():
     model = wide()
     train(model, [0])
-    rank = bagua.comm.get_rank()
-    if rank == 0:
+    if bagua.comm.get_rank() == 0:
         time.sleep(1.5)  # The other rank closes meanwhile: more than a second, after which transports give up.
-    loss_of(model, rank, 1).backward()
+    train(model, [1])
     bagua.comm.destroy_process_group()
-
-
-def test_a_rank_that_is_done_waits_for_the_others(ranks):
-    ranks(2, leave_early)
 
 
 @pytest.mark.hybrid
 def test_on_several_hosts():
     results = ProcessRanks(4, backend="hybrid").run(train_on_hosts, hosts=[2, 2])
-    assert_equals_simulation(results, "alternating_exp_ring", [0, 0, 1, 1], 4)
+    assert_equals_simulation(results, "alternating_exp_ring", [0, 0, 1, 1])
 
 
 def train_on_hosts() -> tuple[list[State], list[list[str]]]:
     assert bagua.comm.get_default_group().global_communicator.backend == "hybrid"
-    model = wrap(topology="alternating-exp-ring")
-    return train(model, range(4)), layout_of(model)
+    return trained({"topology": "alternating-exp-ring"})
 
 
 @on_ranks(3)
 def test_an_evaluation_in_between_changes_nothing():
-    def run(evaluates: bool) -> tuple[State, list[float]]:
-        model, distances = wrap(topology="one-peer-exp"), []
-        for step in range(5):
-            train(model, [step])
-            if evaluates:
-                model.eval()
-                with model.global_avg() as average, torch.no_grad():
-                    loss_of(model, 0, 0)
-                distances.append(float(average))
-                model.train()
-        return snapshot(model), distances
-
-    (evaluated, distances), (plain, _) = run(True), run(False)
-    assert all(torch.equal(evaluated[name], plain[name]) for name in plain)
-    assert min(distances) > 0
+    model, plain = (wrap(topology="one-peer-exp") for _ in range(2))
+    for step in range(5):
+        train(model, [step])
+        model.eval()
+        with model.global_avg() as average, torch.no_grad():
+            loss_of(model, 0, 0)
+        assert float(average) > 0
+        model.train()
+    assert_same_on_all_ranks([snapshot(model), train(plain, range(5))[-1]])
 
 
 def test_the_distance_is_that_of_all_parameters(thread_ranks):
@@ -382,11 +370,11 @@ def test_the_distance_is_that_of_all_parameters(thread_ranks):
         average = model.global_avg()
         return own, snapshot(model), average.distance
 
-    results = thread_ranks(3, run)
-    assert_same_on_all_ranks([mean for _, mean, _ in results])
-    mean = {name: sum(own[name] for own, _, _ in results) / 3 for name in results[0][0]}
-    for own, found, distance in results:
-        assert all(torch.allclose(found[name], mean[name], atol=1e-6) for name in mean)
+    owns, means, distances = zip(*thread_ranks(3, run), strict=True)
+    mean = {name: sum(own[name] for own in owns) / 3 for name in owns[0]}
+    assert_same_on_all_ranks(means)
+    torch.testing.assert_close(means[0], mean, rtol=1e-5, atol=1e-6)
+    for own, distance in zip(owns, distances, strict=True):
         expected = sum(float((own[name] - mean[name]).square().sum()) for name in mean) ** 0.5
         assert distance == pytest.approx(expected, rel=1e-4)
 
@@ -404,7 +392,7 @@ def test_as_a_call_the_mean_stays_and_what_was_sent_before_is_dropped() -> State
 
 @pytest.mark.parametrize("average_buffers", [False, True])
 def test_float_buffers_are_averaged_on_request(thread_ranks, average_buffers):
-    def run() -> tuple[list[float], list[float], int]:
+    def run() -> list[float]:
         model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
         wrapped = DecentralizedDataParallel(model, plain_sgd, sync_buffer_in_global_avg=average_buffers)
         for step in range(2):
@@ -412,13 +400,12 @@ def test_float_buffers_are_averaged_on_request(thread_ranks, average_buffers):
         own = model[1].running_mean.tolist()
         with wrapped.global_avg():
             inside = model[1].running_mean.tolist()
-        assert model[1].running_mean.tolist() == own
-        return own, inside, int(model[1].num_batches_tracked)
+        assert (model[1].running_mean.tolist(), int(model[1].num_batches_tracked)) == (own, 2)
+        assert (inside == own) is not average_buffers
+        return inside
 
-    (own, inside, batches), (_, other_inside, _) = thread_ranks(2, run)
-    assert (inside == other_inside) is average_buffers
-    assert (inside == own) is not average_buffers
-    assert batches == 2
+    inside, other = thread_ranks(2, run)
+    assert (inside == other) is average_buffers
 
 
 @on_ranks(2)
@@ -429,13 +416,6 @@ def test_training_inside_the_block_is_refused_at_its_end():
         train(model, [2])
 
 
-def _saved(state: object) -> object:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize(("topology", "size"), [("ring", 3), ("complete", 3), ("one-peer-exp", 1)])
 @on_ranks("size")
@@ -444,22 +424,16 @@ def test_a_run_goes_on_bit_by_bit(topology, size, as_view):
     make = partial(wrap, topology=topology, param_as_bucket_view=as_view, **optimizers)
     model = make()
     train(model, range(3))
-    parts = [
-        ("load_state_dict", _saved(model.state_dict())),
-        ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
-        ("bagua_load_state_dict", _saved(model.bagua_state_dict())),
-    ]
+    states = model.state_dict(), model.optimizer_state_dict(), model.bagua_state_dict()
+    methods = "load_state_dict", "load_optimizer_state_dict", "bagua_load_state_dict"
+    parts = [*zip(methods, [torch.load(file_of(state), weights_only=True) for state in states], strict=True)]
     expected = train(model, range(3, 6))
-    for order in itertools.permutations(parts):
-        again = make(seed=99)
+    others = [(make(seed=99), order) for order in itertools.permutations(parts)]
+    for again, order in (*others, (model, parts[::-1])):  # In the end, back to the past in the same object.
         for method, state in order:
             getattr(again, method)(state)
-        for states, others in zip(train(again, range(3, 6)), expected, strict=True):
-            assert all(torch.equal(states[name], others[name]) for name in others), [name for name, _ in order]
-    for method, state in parts[::-1]:  # back to the past in the same object
-        getattr(model, method)(state)
-    states = train(model, range(3, 6))[-1]
-    assert all(torch.equal(states[name], expected[-1][name]) for name in states)
+        for states in zip(train(again, range(3, 6)), expected, strict=True):
+            assert_same_on_all_ranks(states)
 
 
 @on_ranks(2)
@@ -596,14 +570,14 @@ def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
             assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in state), "looking is free"
         return shown
 
-    seen = thread_ranks(4, run)
-    for shown in zip(*seen, strict=True):  # one round on all ranks
+    rounds = list(zip(*thread_ranks(4, run), strict=True))
+    assert len(rounds) == 4, "before each mixing: in all steps but the first"
+    for shown in rounds:
         for edge, weight, _, buffers in shown:
             share = (1 - weight) / (len(edge.ranks) - 1) if len(edge.ranks) > 1 else 0.0
             for position, buffer in enumerate(buffers):
                 expected = sum(share * shown[rank][2][position] for rank in edge.ranks)
                 assert torch.allclose(buffer, expected, atol=1e-6)
-    assert len(seen[0]) == 4, "before each mixing: in all steps but the first"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from bagua.parallel import OverlappingWrapper, allreduce_optimizer_state, broadc
 from bagua.primitives import State
 from bagua.testing import ThreadRanks
 from tests.architecture.rules import REPOSITORY
-from tests.harness import mlp, seeded, sgd
+from tests.harness import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot
 from tests.parallel.wrapping import Branches, Loop, branch_loss, on_ranks
 
 
@@ -100,12 +101,9 @@ def test_a_rank_by_itself_makes_what_acts_alone():
 
 @on_ranks(2)
 def test_buckets_that_cannot_be_made_end_training_on_all_ranks():
-    def fail(*_: object) -> None:
-        raise MemoryError("no memory for buckets")
-
     formation = Formation(mlp(), [], Algorithm.init("gradient_allreduce"), None, EngineOptions())
     if bagua.comm.get_rank() == 1:
-        formation.scheduler.execute = fail  # type: ignore[method-assign]
+        formation.scheduler.execute = Mock(side_effect=MemoryError("no memory for buckets"))  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             formation.form([[*range(len(formation.registration.names))]])
         with pytest.raises(errors.CommunicatorClosedError, match="no memory for buckets"):
@@ -221,15 +219,13 @@ UNUSABLE: dict[str, tuple[Callable[[dict], dict | None], str]] = {
     "other": (lambda saved: {**saved, "others": [1]}, r"a dict as others\[0\]"),
     "flight": (lambda saved: {**saved, "rank0": {**saved["rank0"], "flights": [{}]}}, "no label, names, step"),
     "no tensors": (lambda saved: {**saved, "parameters": {"0.bias": 3}}, r"a dict as parameters\['0.bias'\]"),
-    "shape": (
-        lambda saved: {**saved, "parameters": {"0.bias": {"residual": torch.ones(3)}}},
-        r"residual of 0.bias has another shape",
-    ),
+    "shape": (lambda saved: {**saved, "parameters": {"0.bias": {"residual": torch.ones(3)}}},
+              r"residual of 0.bias has another shape"),
     "number": (lambda saved: {**saved, "algorithm": 3}, "state_dict has the wrong type"),
     "step": (lambda saved: {**saved, "step": "x"}, "state_dict has the wrong type"),
     "algorithm": (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),
     "names": (lambda saved: {**saved, "buckets": [["nobody"]] * len(saved["buckets"])}, "nobody"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), UNUSABLE.values(), ids=UNUSABLE)
@@ -281,7 +277,7 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
     """Between exchanges ranks do not wait for a dead one: they train on, and save steps that it does not have."""
     page, steps, size = _loop_of_the_page(), 14, 3
 
-    def attempt(folder: Path, dies: bool) -> tuple[list[torch.Tensor], Any]:
+    def attempt(folder: Path, dies: bool) -> tuple[dict[str, torch.Tensor], Any]:
         loop = Loop("with_bagua", algorithm=algorithm)
         batches = torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(loop.rank))
         if dies and loop.rank == 1:
@@ -289,7 +285,7 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
             raise RankKilled
         page["train"](folder, loop.wrapped, loop.optimizer, batches, 3)
         loop.wrapped.bagua_finish()
-        return [one.detach().clone() for one in loop.model.parameters()], sorted(page["own_files"](folder))
+        return snapshot(loop.model), sorted(page["own_files"](folder))
 
     def load_newest(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
         begun.append(load(folder, model, optimizer))
@@ -304,7 +300,7 @@ def test_a_run_that_is_started_again_after_a_death_ends_as_one_that_was_not(algo
     begun.clear()
     for (weights, kept), (wanted, _) in zip(pool.run(attempt, again, False), expected, strict=True):
         assert kept == [12]
-        assert all(torch.equal(one, other) for one, other in zip(weights, wanted, strict=True))
+        assert_same_on_all_ranks([weights, wanted])
     assert begun == [dies_after // 3 * 3] * size
 
 
@@ -368,13 +364,12 @@ def test_models_that_share_some_parameters_cannot_both_be_wrapped():
     del kept
 
 
-def shortened(model: nn.Sequential) -> None:
-    """Its memory begins where it did."""
-    model[0].bias.data = model[0].bias.data[:1]
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "shortened": (shortened, "0.bias had 16 elements and has 1 now"),
+    # Its memory begins where it did.
+    "shortened": (
+        lambda model: setattr(model[0].bias, "data", model[0].bias.data[:1]),
+        "0.bias had 16 elements and has 1 now",
+    ),
     "replaced": (lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(16, 8))), "0.weight"),
     "unfrozen": (lambda model: model[2].bias.requires_grad_(True), "2.bias"),
     "added": (lambda model: model.append(nn.Linear(4, 4)), "added"),
@@ -468,11 +463,9 @@ def test_devices_that_the_group_does_not_serve_are_named():
 def test_a_hook_of_the_user_that_drops_gradients_or_makes_them_sparse_is_an_error(seen, changed):
     model = mlp()
     model[0].bias.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", changed(one.grad)))
-    loop = Loop(OverlappingWrapper, lambda: model)
-    with pytest.raises(
-        errors.ConfigurationError, match=rf"gradient of 0\.bias cannot be put into a bucket.*seen {seen}"
-    ):
-        loop.train(2)
+    words = rf"the gradient of 0\.bias cannot be put into a bucket.*seen {seen}"
+    with pytest.raises(errors.ConfigurationError, match=words):
+        Loop(OverlappingWrapper, lambda: model).train(2)
 
 
 @on_ranks(2)

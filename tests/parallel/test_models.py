@@ -40,11 +40,10 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object] | dict[str, objec
 }
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize(("other", "pattern"), DIFFERENCES.values(), ids=DIFFERENCES)
 @pytest.mark.parametrize("odd", [0, 2], ids=["rank 0 differs", "last rank differs"])
 @on_ranks(3, hosts=[2, 1])
-def test_models_that_differ_are_found_before_the_first_exchange(difference, odd):
-    other, pattern = DIFFERENCES[difference]
+def test_models_that_differ_are_found_before_the_first_exchange(other, pattern, odd):
     rank, model, options = bagua.comm.get_rank(), mlp(), {}
     if rank == odd and callable(other):
         other(model)
@@ -83,21 +82,20 @@ def _stepped(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["params"][:] = loop.model.parameters()
 
 
-def apply(change: str, model: nn.Sequential) -> None:
-    if change == "new_head":
-        model[4] = nn.Linear(16, 4)
-    elif change == "new_weight":
-        model[2].weight = nn.Parameter(torch.eye(16))
-    elif change == "inserted":
-        model.insert(2, nn.Linear(16, 16))
-    elif change == "removed":
-        model.pop(2)
-    elif change == "wider":
-        model[2], model[4] = nn.Linear(16, 20), nn.Linear(20, 4)
-    elif change == "without_a_shape":
-        model[2] = nn.LazyLinear(16)
-    elif change == "frozen_elsewhere":  # On each rank another layer.
-        model[2 * bagua.comm.get_rank()].requires_grad_(False)
+def widen(model: nn.Sequential) -> None:
+    model[2], model[4] = nn.Linear(16, 20), nn.Linear(20, 4)
+
+
+#: What becomes of a model of five layers.
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "new_head": lambda model: model.__setitem__(4, nn.Linear(16, 4)),
+    "new_weight": lambda model: setattr(model[2], "weight", nn.Parameter(torch.eye(16))),
+    "inserted": lambda model: model.insert(2, nn.Linear(16, 16)),
+    "removed": lambda model: model.pop(2),
+    "wider": widen,
+    "without_a_shape": lambda model: model.__setitem__(2, nn.LazyLinear(16)),
+    "frozen_elsewhere": lambda model: model[2 * bagua.comm.get_rank()].requires_grad_(False),  # On each rank another.
+}
 
 
 def assert_sound(states: list[State]) -> None:
@@ -114,7 +112,7 @@ def test_a_model_that_changes_on_all_ranks_is_trained_together_on(name, change) 
         torch.manual_seed(7)
     bagua.comm.barrier()
     with torch.no_grad():
-        apply(change, loop.model)
+        CHANGES[change](loop.model)
         for parameter in loop.model.parameters():  # Threads share the generator.
             bagua.comm.broadcast(parameter.detach())
     _stepped(loop)
@@ -129,9 +127,9 @@ def test_a_model_that_changes_on_all_ranks_is_trained_together_on(name, change) 
 def test_a_new_parameter_is_not_pulled_to_what_another_one_was(name, change):
     loop = started(name)
     loop.train()
-    old = {id(parameter) for parameter in loop.model.parameters()}
-    apply(change, loop.model)
-    new = [parameter for parameter in loop.model.parameters() if id(parameter) not in old]
+    old = {*loop.model.parameters()}
+    CHANGES[change](loop.model)
+    new = {*loop.model.parameters()} - old
     assert new
     for parameter in new:
         nn.init.ones_(parameter)
@@ -143,16 +141,14 @@ def test_a_new_parameter_is_not_pulled_to_what_another_one_was(name, change):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        *((name, "frozen_elsewhere") for name in ("gradient_allreduce", "bytegrad", "local_sgd")),
-        ("gradient_allreduce", "without_a_shape"),
-    ],
-)
+    [*((name, "frozen_elsewhere") for name in ("gradient_allreduce", "bytegrad", "local_sgd")),
+     ("gradient_allreduce", "without_a_shape")],
+)  # fmt: skip
 @on_ranks(2)
 def test_after_a_change_that_failed_each_step_says_so(name, change):
     """Who tries again, as cells of a notebook do, is told again."""
     loop = started(name)
-    apply(change, loop.model)
+    CHANGES[change](loop.model)
     with pytest.raises(BaguaError):
         loop.train()
     for _ in range(3):
@@ -233,11 +229,9 @@ def test_settings_of_any_type_can_be_wrapped_and_trained_with(kind) -> State:
 
 @on_ranks(2)
 def test_settings_that_cannot_be_sent_are_compared_by_name():
-    model = mlp()
     kind = torch.bfloat16 if bagua.comm.get_rank() else torch.float16
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "kind": kind}], lr=0.1)
     with pytest.raises(CollectiveMismatchError, match=r"parameter group 0, kind: torch\.float16"):
-        by_with_bagua(model, optimizer)
+        Loop("with_bagua", mlp, lambda own: torch.optim.SGD([{"params": own, "kind": kind}], lr=0.1))
 
 
 @on_ranks(2)
@@ -262,18 +256,10 @@ NEED_OPTIMIZERS = ("low_precision_decentralized", "qadam", "one_bit_adam", "one_
 class Run(Loop):
     """A model of one rank that an algorithm trains."""
 
-    def __init__(
-        self, name: str, model: nn.Module | None = None, *, frozen: bool = False, losses: Losses = loss_of
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], nn.Module] = mlp, losses: Losses = loss_of) -> None:
         self.algorithm = declared(name, fragments=2)
-        make = optimizer_maker(self.algorithm)
-        super().__init__(
-            "with_bagua",
-            lambda: (mlp() if model is None else model).requires_grad_(not frozen),
-            lambda parameters: make(list(parameters)),
-            losses,
-            algorithm=self.algorithm,
-        )
+        of_list = optimizer_maker(self.algorithm)
+        super().__init__("with_bagua", make, lambda own: of_list(list(own)), losses, algorithm=self.algorithm)
 
     def train_through(self) -> None:
         """As a generator trains through a frozen discriminator: only the inputs get gradients."""
@@ -293,8 +279,12 @@ class Run(Loop):
         return found
 
 
+def all_frozen() -> nn.Module:
+    return mlp().requires_grad_(False)
+
+
 def frozen_at_wrapping(name: str) -> State:
-    run = Run(name, frozen=True)
+    run = Run(name, all_frozen)
     run.train_through()
     run.model.requires_grad_(False)
     run.train_through()
@@ -305,7 +295,7 @@ def frozen_at_wrapping(name: str) -> State:
 
 
 def frozen_to_the_end(name: str) -> State:
-    run = Run(name, frozen=True)
+    run = Run(name, all_frozen)
     run.train_through()
     run.model.requires_grad_(False)
     with run.model.bagua_global_average():
@@ -378,7 +368,7 @@ def no_elements(name: str) -> State:
     model = mlp()
     model[0].register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
     model[2].register_buffer("none", torch.empty(0))
-    run = Run(name, model, losses=lambda called, *at: loss_of(called, *at) + model[0].nothing.sum())
+    run = Run(name, lambda: model, lambda called, *at: loss_of(called, *at) + model[0].nothing.sum())
     run.optimizer.add_param_group({"params": []})
     return run.end(4)
 
@@ -396,21 +386,17 @@ NOTHING = [no_gradient, no_step, no_optimizer, no_data_on_one_rank, no_elements,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", FROZEN + NOTHING)
-def test_nothing_is_refused_and_nobody_waits(thread_ranks, case, name):
-    assert_sound(thread_ranks(2, case, name))
-
-
-def toggled(name: str, frozen: bool) -> State:
-    run = Run(name)
-    for _ in range(6):
-        run.train()
-        if frozen:
-            run.train_through()
-    return run.end()
+@on_ranks(2, assert_sound)
+def test_nothing_is_refused_and_nobody_waits(case, name) -> State:
+    return case(name)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not registry.get(name)().in_background])
-def test_a_model_that_is_frozen_for_a_while_trains_as_if_it_had_not_been(thread_ranks, name):
+@on_ranks(2)
+def test_a_model_that_is_frozen_for_a_while_trains_as_if_it_had_not_been(name):
     """As a discriminator in each step: what is remembered, and what is under way, stay."""
-    for ours, theirs in zip(thread_ranks(2, toggled, name, True), thread_ranks(2, toggled, name, False), strict=True):
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    toggled, plain = Run(name), Run(name)
+    for _ in range(6):
+        toggled.train()
+        toggled.train_through()
+    assert_same_on_all_ranks([toggled.end(), plain.end(6)])

@@ -127,19 +127,17 @@ def test_gradients_that_were_not_exchanged_are_told_at_once(thread_ranks, caplog
     assert caplog.text.count("optimizer 0 (SGD) steps with gradients that no backward pass has brought") == 1
 
 
-def test_a_loss_that_is_a_method_stays_inside_no_sync_and_its_gradients_have_come(thread_ranks, caplog):
-    def train() -> None:
-        loop = Steps("gradient_allreduce")
-        for step in range(3):
-            loop.optimizer.zero_grad()
-            before = bagua.comm.stats().get("allreduce")
-            with loop.wrapped.no_sync():
-                loop.backward()
-            assert (bagua.comm.stats().get("allreduce"), loop.wrapped.bagua_step) == (before, step)
+@on_ranks(2)
+def test_a_loss_that_is_a_method_stays_inside_no_sync_and_its_gradients_have_come(caplog):
+    loop = Steps("gradient_allreduce")
+    for step in range(3):
+        loop.optimizer.zero_grad()
+        before = bagua.comm.stats().get("allreduce")
+        with loop.wrapped.no_sync():
             loop.backward()
-            loop.optimizer.step()
-
-    thread_ranks(2, train)
+        assert (bagua.comm.stats().get("allreduce"), loop.wrapped.bagua_step) == (before, step)
+        loop.backward()
+        loop.optimizer.step()
     assert "no backward pass" not in caplog.text
 
 
@@ -266,9 +264,9 @@ def test_a_wrapped_module_inside_another_module(thread_ranks):
         train_steps(model, optimizer, bagua.comm.get_rank(), range(3))
         return snapshot(backbone), snapshot(head)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks([backbone for backbone, _ in results])
-    assert not torch.equal(results[0][1]["weight"], results[1][1]["weight"])
+    backbones, (head, other) = zip(*thread_ranks(2, train), strict=True)
+    assert_same_on_all_ranks(backbones)
+    assert not torch.equal(head["weight"], other["weight"])
 
 
 def test_several_models_and_optimizers_in_one_process(thread_ranks):
@@ -292,15 +290,11 @@ def test_several_models_and_optimizers_in_one_process(thread_ranks):
 
 @pytest.mark.parametrize("attribute", ["_ddp_params_and_buffers_to_ignore", "_bagua_params_and_buffers_to_ignore"])
 def test_ignored_parameters_stay_local(thread_ranks, attribute):
-    def make() -> nn.Module:
+    def train() -> State:
         model = mlp(seed=bagua.comm.get_rank())
         setattr(model, attribute, ["0.weight"])
-        return model
-
-    def train() -> State:
-        loop = Loop(make=make)
-        loop.backward()
-        return snapshot(loop.model) | {f"{name}.grad": one.grad for name, one in loop.model.named_parameters()}
+        Loop(make=lambda: model).backward()
+        return snapshot(model) | {f"{name}.grad": one.grad for name, one in model.named_parameters()}
 
     first, second = thread_ranks(2, train)
     for name in first:
@@ -331,22 +325,20 @@ def test_ranks_leave_training_for_something_else_together(thread_ranks, parts):
 
     left, asked = thread_ranks(2, train, True, timeout_s=20), thread_ranks(2, train, False)
     assert [scale for *_, scale in left] == [4.0, 2.0], "one update was skipped, on one rank"
-    for rank, (weights, known, _) in enumerate(left):
-        for name, weight in weights.items():
-            assert torch.equal(weight, known[name]), "the last thing that changed weights is the exchange"
-            assert torch.equal(weight, asked[rank][0][name])
+    for (weights, known, _), (same, _, _) in zip(left, asked, strict=True):
+        # The last thing that changed weights is the exchange.
+        assert_same_on_all_ranks([weights, known, same])
 
 
 @pytest.mark.parametrize(
     ("value", "finite"), [(1.0, True), (3e38, True), (torch.inf, False), (-torch.inf, False), (torch.nan, False)]
 )
 def test_gradients_whose_norm_overflows_are_finite_all_the_same(value, finite):
-    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    parameters[0].grad[1:] = value
-    parameters += [nn.Parameter(torch.empty(0)), nn.Parameter(torch.zeros(2))]
-    parameters[2].grad, parameters[3].grad = torch.empty(0), torch.tensor([0.0, value]).to_sparse()
+    gradients = [torch.tensor([0.0, value, value]), torch.zeros(2, dtype=torch.float64), torch.empty(0)]
+    gradients.append(torch.tensor([0.0, value]).to_sparse())
+    parameters = [nn.Parameter(torch.zeros(one.shape, dtype=one.dtype)) for one in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     assert has_finite_gradients(sgd(parameters)) is finite
 
 
@@ -362,11 +354,11 @@ def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch
     def train() -> None:
         algorithm = LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
         loop = Loop("with_bagua", algorithm=algorithm, bucket_bytes=10**6)
-        for step in range(6):
+        for _ in range(6):
             loop.optimizer.zero_grad()
-            output = loop.wrapped(batch(loop.rank, step)[0])
-            output.sum().backward(retain_graph=True)
-            output.square().sum().backward()
+            loss = loop.loss()
+            loss.backward(retain_graph=True)
+            loss.square().backward()
             loop.optimizer.step()
         snapshot(loop.model)
 
@@ -392,11 +384,8 @@ def test_weights_may_be_loaded_in_place_of_an_update():
     before, started = snapshot(loop.wrapped), []
     for step in range(4):
         loop.optimizer.zero_grad()
-        loss_of(loop.wrapped, loop.rank, step).backward()
-        if step == 2:
-            loop.model.load_state_dict(before)
-        else:
-            loop.optimizer.step()
+        loop.backward()
+        loop.model.load_state_dict(before) if step == 2 else loop.optimizer.step()
         started.append(all(torch.equal(one, before[name]) for name, one in loop.model.named_parameters()))
     assert started == [False, False, True, False]
 
@@ -434,11 +423,10 @@ def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks,
         in_the_end = joined(loop, BATCHES, divide_by_initial_world_size=by_initial_size)
         return in_the_end, loop.train()  # All go on together, and are compared.
 
-    rows = thread_ranks(RANKS, rank_trains)
+    ends, later = zip(*thread_ranks(RANKS, rank_trains), strict=True)
     expected = reference(mlp(), sgd, RANKS, range(max(BATCHES)), losses_of(BATCHES, by_initial_size))
-    for in_the_end, _ in rows:
-        torch.testing.assert_close(in_the_end, expected)
-    assert_same_on_all_ranks([later for _, later in rows])
+    torch.testing.assert_close(ends, (expected,) * RANKS)
+    assert_same_on_all_ranks(later)
 
 
 PERIOD = 3
@@ -468,8 +456,7 @@ def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
         return joined(loop, [sum(batches) for batches in zip(*IN_PERIOD[1:], strict=True)])
 
     expected = expected_alone(functools.partial(torch.optim.SGD, **inside))
-    for state in thread_ranks(RANKS, rank_trains):
-        torch.testing.assert_close(state, expected)
+    torch.testing.assert_close(thread_ranks(RANKS, rank_trains), [expected] * RANKS)
 
 
 JOINED = [QuickQAdam(), QuickOneBitAdam(), QuickOneBitLamb()]

@@ -93,17 +93,12 @@ PARAMETERS = {
     ),
     "of three types": made(
         lambda self, inputs: self.third(self.second(self.first(inputs).double()).bfloat16()).float(),
-        first=linear(8, 8),
-        second=linear(8, 8, dtype=torch.float64),
-        third=linear(8, 4, dtype=torch.bfloat16),
+        first=linear(8, 8), second=linear(8, 8, dtype=torch.float64), third=linear(8, 4, dtype=torch.bfloat16),
     )._replace(tolerance=5e-2),
     "in channels_last": Case(channels_last),
-    **{
-        f"{kind}, fusion {fusion}": Case(make, in_float, options={"fusion": fusion})
-        for kind, make in HELD.items()
-        for fusion in (True, False)
-    },
-}
+    **{f"{kind}, fusion {fusion}": Case(make, in_float, options={"fusion": fusion})
+       for kind, make in HELD.items() for fusion in (True, False)},
+}  # fmt: skip
 
 
 def sequence(make: Callable[[], nn.Module], width: int) -> Case:
@@ -165,14 +160,10 @@ LAYERS = {
     "layer norm": sequence(lambda: nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4)), 4),
     "group norm": sequence(lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.PReLU(), nn.Linear(2, 3)), 3),
     "hooks": Case(hooked),
-    **{
-        f"checkpointed, reentrant {reentrant}, delayed {delay}": Case(
-            checkpointed(reentrant), options={"delay_reduce": delay}
-        )
-        for reentrant in (False, True)
-        for delay in (False, True)
-    },
-}
+    **{f"checkpointed, reentrant {reentrant}, delayed {delay}":
+       Case(checkpointed(reentrant), options={"delay_reduce": delay})
+       for reentrant in (False, True) for delay in (False, True)},
+}  # fmt: skip
 
 
 class Named(NamedTuple):
@@ -182,8 +173,7 @@ class Named(NamedTuple):
 
 class Plain:
     def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        self.itself = self
+        self.value, self.itself = value, self
 
 
 class ModelOutput(OrderedDict):
@@ -271,26 +261,18 @@ OPTIMIZERS = {
     "rmsprop": Case(optimizer=partial(torch.optim.RMSprop, lr=0.001, centered=True)),
     "nesterov": Case(optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
 }
-# Ranks that begin with weights of their own, of which rank 0's must win.
-
+#: Ranks that begin with weights of their own, of which rank 0's must win.
+own_weights = partial(Case, of_this_rank)
 RANKS = {
-    **{f"{size} ranks": Case(of_this_rank, hosts=[size]) for size in (1, 2, 3)},
-    **{
-        f"{make.__name__}, delayed {delay}, fusion {fusion}": Case(
-            of_this_rank, optimizer=make, options={"delay_reduce": delay, "fusion": fusion}, hosts=[3]
-        )
-        for make in (sgd, adam)
-        for delay in (False, True)
-        for fusion in (False, True)
-    },
-    "hosts of [2, 2], whose second ranks lead": Case(
-        of_this_rank, options={"hierarchical_reduce": True, "intra_comm_root_rank": 1}, hosts=[2, 2]
-    ),
-    **{  # Exact on uneven hosts, too.
-        f"hosts of {hosts}": Case(of_this_rank, options={"hierarchical_reduce": True}, hosts=hosts)
-        for hosts in ([2, 1], [1, 3, 2], [2, 2], [3], [1, 1])
-    },
-}
+    **{f"{size} ranks": own_weights(hosts=[size]) for size in (1, 2, 3)},
+    **{f"{make.__name__}, delayed {delay}, fusion {fusion}":
+       own_weights(optimizer=make, options={"delay_reduce": delay, "fusion": fusion}, hosts=[3])
+       for make in (sgd, adam) for delay in (False, True) for fusion in (False, True)},
+    "hosts of [2, 2], whose second ranks lead":
+        own_weights(options={"hierarchical_reduce": True, "intra_comm_root_rank": 1}, hosts=[2, 2]),
+    **{f"hosts of {hosts}": own_weights(options={"hierarchical_reduce": True}, hosts=hosts)
+       for hosts in ([2, 1], [1, 3, 2], [2, 2], [3], [1, 1])},  # Exact on uneven hosts, too.
+}  # fmt: skip
 CASES = {**PARAMETERS, **LAYERS, **OUTPUTS, **OPTIMIZERS, **RANKS}
 
 
@@ -326,14 +308,14 @@ def test_anomaly_detection(thread_ranks):
     assert not torch.is_anomaly_enabled()
 
 
-def _train_both_every_way() -> dict[str, tuple[State, State]]:
-    """By optimizer and options: the states that bagua and torch DDP end with."""
-    results = {}
+def _train_both_every_way() -> list[State]:
+    """By optimizer and options: the states that bagua ends with, which are those of torch DDP."""
+    results = []
     for make in (sgd, adam):
         theirs = Loop(lambda model, _: nn.parallel.DistributedDataParallel(model), mlp, make).train(20)
         for options in ({}, {"delay_reduce": True}, {"fusion": False}):
-            ours = Loop("bagua_init", of_this_rank, make, **options).train(20)
-            results[f"{make.__name__} {options}"] = ours, theirs
+            results.append(Loop("bagua_init", of_this_rank, make, **options).train(20))
+            harness.assert_close(results[-1], theirs)
     return results
 
 
@@ -342,12 +324,10 @@ def _train_both_every_way() -> dict[str, tuple[State, State]]:
 )
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_agree_bitwise_and_equal_torch_ddp(request, pool, size):
-    results = request.getfixturevalue(pool).run(_train_both_every_way, size=size)
-    assert len(results[0]) == 6
-    for way in results[0]:
-        assert_same_on_all_ranks([result[way][0] for result in results])
-        for result in results:
-            harness.assert_close(*result[way])
+    ways = list(zip(*request.getfixturevalue(pool).run(_train_both_every_way, size=size), strict=True))
+    assert len(ways) == 6
+    for states in ways:
+        assert_same_on_all_ranks(states)
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -407,7 +387,7 @@ class Training:
     def clip(self, number: int) -> None:
         self.optimizer.zero_grad()
         self.gradients("train", 1)
-        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 0.01)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         self.optimizer.step()
 
     def fill(self, number: int) -> None:
@@ -456,9 +436,8 @@ class Rank(Training):
         self.rank, self.wrap = bagua.comm.get_rank(), wrap
         self.wrap_again(0)
 
-    def loss(self) -> torch.Tensor:
-        self.step += 1
-        return loss_of(self.wrapped, self.rank, self.step - 1)
+    loss, backward = Loop.loss, Loop.backward
+    losses = staticmethod(loss_of)
 
     def gradients(self, way: str, losses: int) -> None:
         if way == "repeat":
@@ -482,9 +461,6 @@ class Rank(Training):
         assert bagua.comm.stats().get("allreduce") == before
         return result
 
-    def backward(self) -> None:
-        self.loss().backward()
-
     def clip(self, number: int) -> None:
         if number % 2 == 0:
             super().clip(number)
@@ -493,7 +469,7 @@ class Rank(Training):
         self.optimizer.zero_grad()
         scaler.scale(self.loss()).backward()
         scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 0.01)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         scaler.step(self.optimizer)
 
     def fill(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,8 +41,8 @@ def test_what_contradicts_itself_or_is_not_offered_is_refused():
         DistributedDataParallel(mlp()).register_comm_hook(None, lambda state, bucket: None)
 
 
-def wrapped_by(**options: Any) -> Loop:
-    return Loop(lambda model, _: DistributedDataParallel(model, **options))
+def wrapped_by(make: Callable[[], nn.Module] = mlp, **options: Any) -> Loop:
+    return Loop(lambda model, _: DistributedDataParallel(model, **options), make)
 
 
 @on_ranks(2)
@@ -52,14 +53,11 @@ def test_bucket_cap_mb_is_the_size_of_the_buckets():
         assert len(loop.wrapped.bagua_buckets) == buckets
 
 
-def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
-    def weights() -> State:
-        model = mlp(seed=bagua.comm.get_rank())
-        DistributedDataParallel(model, init_sync=False)
-        return snapshot(model)
-
-    first, second = thread_ranks(2, weights)
-    assert not torch.equal(first["0.weight"], second["0.weight"])
+@on_ranks(2)
+def test_init_sync_false_leaves_the_values_of_each_rank():
+    model, own = (mlp(seed=bagua.comm.get_rank()) for _ in range(2))
+    DistributedDataParallel(model, init_sync=False)
+    assert_same_on_all_ranks([snapshot(own), snapshot(model)])
 
 
 @pytest.mark.parametrize(
@@ -75,23 +73,19 @@ def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
     ],
     ids=str,
 )
-def test_buffers_come_from_rank_0_when_torch_would_bring_them(thread_ranks, options, at_the_start, before_forward):
+@on_ranks(2)
+def test_buffers_come_from_rank_0_when_torch_would_bring_them(options, at_the_start, before_forward):
     def forward(model: Made, inputs: torch.Tensor) -> torch.Tensor:
-        model.observed = model.seen.item()
+        observed.append(model.seen.item())
         return model.linear(inputs)
 
-    def check() -> tuple[float, float]:
-        rank, model = bagua.comm.get_rank(), Made(forward, linear=lambda: nn.Linear(8, 4))
-        model.register_buffer("seen", torch.tensor(float(rank)))
-        wrapped = DistributedDataParallel(model, **options)
-        at_start = model.seen.item()
-        model.seen.fill_(10.0 + rank)
-        wrapped(harness.batch(rank, 0)[0])
-        return at_start, model.observed
-
-    _, (at_start, observed) = thread_ranks(2, check)
-    assert at_start == (0.0 if at_the_start else 1.0)
-    assert observed == (10.0 if before_forward else 11.0)
+    rank, model = bagua.comm.get_rank(), Made(forward, linear=lambda: nn.Linear(8, 4))
+    model.register_buffer("seen", torch.tensor(float(rank)))
+    wrapped = DistributedDataParallel(model, **options)
+    observed = [model.seen.item()]
+    model.seen.fill_(10.0 + rank)
+    wrapped(harness.batch(rank, 0)[0])
+    assert observed == [0.0 if at_the_start else rank, 10.0 if before_forward else 10.0 + rank]
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -107,10 +101,9 @@ def test_several_forward_passes_through_a_batch_normalization_have_one_backward_
             (model(inputs) * model(-inputs)).sum().backward()
         return gradients(plain), gradients(alone), plain[1].running_mean.clone()
 
-    results = thread_ranks(2, train)
-    for ours, _, _ in results:
-        harness.assert_close(ours, {name: (results[0][1][name] + results[1][1][name]) / 2 for name in ours})
-    assert not torch.equal(results[0][2], results[1][2])  # until the next forward pass
+    (ours, first, mean), (others, second, other_mean) = thread_ranks(2, train)
+    assert_trained([ours, others], {name: (first[name] + second[name]) / 2 for name in ours})
+    assert not torch.equal(mean, other_mean)  # until the next forward pass
 
 
 @pytest.mark.parametrize("as_view", [False, True])
@@ -132,14 +125,11 @@ def test_static_graph_allows_parameters_that_are_never_used() -> State:
     return Loop("data_parallel", Branches, losses=branch_loss, static_graph=True).train(4)
 
 
-def test_a_sub_group_can_be_used(thread_ranks):
-    def train() -> State | None:
-        group = bagua.comm.new_group([0, 2])
-        return wrapped_by(process_group=group).train(3) if group else None
-
-    first, none, third = thread_ranks(3, train)
-    assert none is None
-    assert_same_on_all_ranks([first, third])
+@on_ranks(3, lambda states: assert_same_on_all_ranks(states[::2]))
+def test_a_sub_group_can_be_used() -> State | None:
+    group = bagua.comm.new_group([0, 2])
+    assert bool(group) == (bagua.comm.get_rank() != 1)
+    return wrapped_by(process_group=group).train(3) if group else None
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
@@ -163,36 +153,27 @@ META = torch.device("meta")
 
 
 def test_sizes_of_buckets():
-    assert bucket_bytes_from(None, None) == 25 * 2**20
-    assert bucket_bytes_from(0.5, None) == 2**19
-    assert bucket_bytes_from(1e-9, None) == 1
-    assert bucket_bytes_from(None, 7) == 7
+    sizes = {(None, None): 25 * 2**20, (0.5, None): 2**19, (1e-9, None): 1, (None, 7): 7}
+    assert {asked: bucket_bytes_from(*asked) for asked in sizes} == sizes
     with pytest.raises(ConfigurationError, match="both"):
         bucket_bytes_from(25, 7)
 
 
 def test_inputs_go_to_the_one_device_that_holds_the_module():
-    module = nn.Linear(2, 2, device="meta")
-    assert input_device(module, None, None) is None
-    assert input_device(module, [], None) is None
-    assert input_device(module, [META], None) == META
-    assert input_device(module, [META], META) == META
+    for *asked, device in ((None, None, None), ([], None, None), ([META], None, META), ([META], META, META)):
+        assert input_device(nn.Linear(2, 2, device="meta"), *asked) == device
 
 
 @pytest.mark.parametrize(
     ("device_ids", "output_device", "argument"),
     [
-        ([META, META], None, "device_ids"),
-        ([torch.device("cpu")], None, "device_ids"),
-        ([0], None, "device_ids"),
-        ([META], "cpu", "output_device"),
-        (None, META, "output_device"),
+        *((ids, None, "device_ids") for ids in ([META, META], [torch.device("cpu")], [0])),
+        *((ids, output, "output_device") for ids, output in (([META], "cpu"), (None, META))),
     ],
 )
 def test_other_devices_are_refused(device_ids, output_device, argument):
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, check=lambda error: error.argument == argument):
         input_device(nn.Linear(2, 2, device="meta"), device_ids, output_device)
-    assert caught.value.argument == argument
 
 
 def test_tensors_in_nested_inputs_are_moved():
@@ -211,22 +192,17 @@ def test_tensors_in_nested_inputs_are_moved():
 # Groups and meshes of torch.distributed, where a group of bagua could be passed.
 
 
-def _train_on_torch_groups() -> dict[str, State]:
-    return {
-        name: Loop(lambda model, _, given=options: DistributedDataParallel(model, **given), of_this_rank).train(3)
-        for name, options in {
-            "group": {"process_group": dist.new_group([0, 1])},
-            "world": {"process_group": dist.group.WORLD},
-            "mesh": {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2,))},
-        }.items()
-    }
+GIVEN = {
+    "group": lambda: {"process_group": dist.new_group([0, 1])},
+    "world": lambda: {"process_group": dist.group.WORLD},
+    "mesh": lambda: {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2,))},
+}
 
 
-def test_groups_and_meshes_of_torch_are_taken(process_ranks):
-    first, second = process_ranks(2, _train_on_torch_groups)
-    expected = reference(mlp(), sgd, 2, range(3))
-    for name, state in first.items():
-        assert_trained([state, second[name]], expected)
+@pytest.mark.parametrize("name", GIVEN)
+@on_ranks(2, lambda states: assert_trained(states, reference(mlp(), sgd, 2, range(3))), pool="process_pool")
+def test_groups_and_meshes_of_torch_are_taken(name) -> State:
+    return wrapped_by(of_this_rank, **GIVEN[name]()).train(3)
 
 
 # ``ModelSwitchWrapper``, ``OverlappingWrapper`` and ``Reducer``, used as they are documented.
@@ -298,26 +274,23 @@ def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(wrap):
             loop.switch_to("bytegrad")
 
 
-def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
+@on_ranks(3, assert_same_on_all_ranks)
+def test_a_switch_averages_what_ranks_did_apart() -> State:
     """Weights, momentum and running statistics that drifted are averaged, as documented."""
-
-    def train() -> State:
-        loop = Loop(make=lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4)))
-        loop.train(2)
-        weight, norm = loop.model[0][0].weight, loop.model[1]
-        momentum = loop.optimizer.state[weight]["momentum_buffer"]
-        with torch.no_grad():
-            weight.fill_(float(loop.rank))
-            momentum.fill_(float(10 * loop.rank))
-            norm.running_mean.fill_(float(loop.rank))
-            norm.num_batches_tracked.fill_(loop.rank + 7)
-        loop.wrapped.switch_to(DistributedAlgorithm.GradientAllReduce)
-        return {**snapshot(loop.model), "momentum": loop.optimizer.state[weight]["momentum_buffer"].clone()}
-
-    results = thread_ranks(3, train)
-    assert_same_on_all_ranks(results)
-    averaged = {"0.0.weight": 1.0, "momentum": 10.0, "1.running_mean": 1.0, "1.num_batches_tracked": 7}
-    assert {name: results[0][name].unique().tolist() for name in averaged} == {k: [v] for k, v in averaged.items()}
+    loop = Loop(make=lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4)))
+    loop.train(2)
+    weight, norm = loop.model[0][0].weight, loop.model[1]
+    momentum = loop.optimizer.state[weight]["momentum_buffer"]
+    with torch.no_grad():
+        weight.fill_(float(loop.rank))
+        momentum.fill_(float(10 * loop.rank))
+        norm.running_mean.fill_(float(loop.rank))
+        norm.num_batches_tracked.fill_(loop.rank + 7)
+    loop.wrapped.switch_to(DistributedAlgorithm.GradientAllReduce)
+    momentum = loop.optimizer.state[weight]["momentum_buffer"]
+    averaged = weight, momentum, norm.running_mean, norm.num_batches_tracked
+    assert [tensor.unique().tolist() for tensor in averaged] == [[1.0], [10.0], [1.0], [7]]
+    return {**snapshot(loop.model), "momentum": momentum.clone()}
 
 
 @pytest.mark.parametrize("name", ["no such thing", "Quantize", "decentralised"])
@@ -340,47 +313,37 @@ def test_training_before_the_first_switch_is_an_error():
 
 @on_ranks(1)
 def test_bagua_init_returns_what_it_was_given():
-    model = mlp()
-    one = sgd(model.parameters())
-    wrapped, same = bagua_init(model, one)
-    assert isinstance(wrapped, ModelSwitchWrapper)
-    assert same is one
-    other = mlp()
-    several = [sgd(other[:2].parameters()), sgd(other[2:].parameters())]
-    assert bagua_init(other, several)[1] is several
+    one, other = mlp(), mlp()
+    for model, given in ((one, sgd(one.parameters())), (other, [sgd(part.parameters()) for part in other[::2]])):
+        wrapped, same = bagua_init(model, given)
+        assert isinstance(wrapped, ModelSwitchWrapper)
+        assert same is given
 
 
-def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
-    def check() -> list[float]:
-        rank = bagua.comm.get_rank()
-        seen = []
-        for broadcast_buffers in (False, True):
-            model = torch.nn.BatchNorm1d(2)
-            with torch.no_grad():
-                model.weight.fill_(float(rank))
-                model.running_mean.fill_(float(rank))
-            broadcast_parameters(model, broadcast_buffers)
-            seen += [model.weight[0].item(), model.running_mean[0].item()]
-        return seen
+@pytest.mark.parametrize("broadcast_buffers", [False, True])
+@on_ranks(2)
+def test_broadcast_parameters_takes_buffers_only_if_asked(broadcast_buffers):
+    rank, model = bagua.comm.get_rank(), torch.nn.BatchNorm1d(2)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+        model.running_mean.fill_(float(rank))
+    broadcast_parameters(model, broadcast_buffers)
+    assert (model.weight[0].item(), model.running_mean[0].item()) == (0.0, 0.0 if broadcast_buffers else rank)
 
-    assert thread_ranks(2, check) == [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+FLAT, HIERARCHICAL = (GradientAllReduceAlgorithm(hierarchical=one) for one in (False, True))
+SUM = GradientAllReduceAlgorithm(hierarchical=True, average=False)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "hierarchical_reduce", "expected"),
-    [
-        ("allreduce", None, GradientAllReduceAlgorithm(hierarchical=False)),
-        ("allreduce", True, GradientAllReduceAlgorithm(hierarchical=True)),
-        (GradientAllReduceAlgorithm(hierarchical=True, average=False), None, ...),
-        (GradientAllReduceAlgorithm(hierarchical=True), False, GradientAllReduceAlgorithm(hierarchical=False)),
-        (LocalSgd(), None, ...),
-        (LocalSgd(), False, ...),
-    ],
-)
+    [("allreduce", None, FLAT), ("allreduce", True, HIERARCHICAL), (SUM, None, SUM), (HIERARCHICAL, False, FLAT),
+     (LocalSgd(), None, LocalSgd()), (LocalSgd(), False, LocalSgd())],
+)  # fmt: skip
 @on_ranks(1)
 def test_hierarchical_reduce_decides_where_it_says_something(algorithm, hierarchical_reduce, expected):
     wrapped, _ = bagua_init(mlp(), [], algorithm, hierarchical_reduce=hierarchical_reduce)
-    assert wrapped.bagua_algorithm.options == (algorithm if expected is ... else expected)
+    assert wrapped.bagua_algorithm.options == expected
 
 
 @on_ranks(1)
@@ -452,19 +415,19 @@ def test_the_documented_life_of_a_reducer(thread_ranks, by_place):
 
 @on_ranks(2)
 def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given():
+    def refused(*calls: Callable[[nn.Parameter], object]) -> None:
+        for take in calls:
+            with pytest.raises(ConfigurationError, match="no trainable parameter"):
+                take(torch.nn.Parameter(torch.ones(2)))
+
     model = mlp()
     reducer = _reducer(model)
-    stranger = torch.nn.Parameter(torch.ones(2))
-    for take in (reducer.add_param, reducer.fill_slot):
-        with pytest.raises(ConfigurationError, match="no trainable parameter"):
-            take(stranger)
+    refused(reducer.add_param, reducer.fill_slot)
     loss_of(model, 0, 0).backward()
     for parameter in model.parameters():
         reducer.add_param(parameter)
     reducer.initialize_buckets()
-    for take in (reducer.mark_tensor_ready, reducer.fill_slot, lambda tensor: reducer.mark_bucket_ready([tensor])):
-        with pytest.raises(ConfigurationError, match="no trainable parameter"):
-            take(stranger)
+    refused(reducer.mark_tensor_ready, reducer.fill_slot, lambda tensor: reducer.mark_bucket_ready([tensor]))
 
 
 @on_ranks(1)
@@ -482,23 +445,19 @@ def test_a_reducer_can_be_given_its_buckets():
     assert [len(bucket.parameters) for bucket in _reducer(model, buckets=wanted).buckets] == [2, 3, 1]
 
 
-def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy(thread_ranks):
-    def train() -> tuple[State, list[int], bool]:
-        loop = Loop(OverlappingWrapper, bucket_bytes=10**6)
-        assert isinstance(loop.wrapped, DistributedModule)
-        assert loop.wrapped.unwrap() is loop.model
-        loop.train(2)
-        loop.wrapped.create_hooks()  # Idempotent.
-        names = [name for name, _ in loop.model.named_parameters()]
-        loop.wrapped.reset_reducer(hierarchical_reduce=True, buckets=[names[4:], names[:4]])
-        state = loop.train(2)
-        sizes = [len(bucket.names) for bucket in loop.wrapped.reducer.buckets]
-        return state, sizes, "reduce" in bagua.comm.stats()
-
-    results = thread_ranks(3, train, hosts=[2, 1])
-    assert [sizes for _, sizes, _ in results] == [[2, 4]] * 3
-    assert any(reduced for _, _, reduced in results)
-    assert_trained([state for state, _, _ in results], reference(mlp(), sgd, 3, range(4)))
+@on_ranks(3, lambda states: assert_trained(states, reference(mlp(), sgd, 3, range(4))), hosts=[2, 1])
+def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy() -> State:
+    loop = Loop(OverlappingWrapper, bucket_bytes=10**6)
+    assert isinstance(loop.wrapped, DistributedModule)
+    assert loop.wrapped.unwrap() is loop.model
+    loop.train(2)
+    loop.wrapped.create_hooks()  # Idempotent.
+    names = [name for name, _ in loop.model.named_parameters()]
+    loop.wrapped.reset_reducer(hierarchical_reduce=True, buckets=[names[4:], names[:4]])
+    state = loop.train(2)
+    assert [len(bucket.names) for bucket in loop.wrapped.reducer.buckets] == [2, 4]
+    assert "reduce" in bagua.comm.stats() or loop.rank == 2
+    return state
 
 
 @pytest.mark.parametrize(

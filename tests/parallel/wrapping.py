@@ -1,7 +1,6 @@
 """The documented ways into the engine, and models that are trained through them on ranks that are threads."""
 
-import functools
-import inspect
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of
 
 #: Makes several buckets out of the small models of the tests.
 SMALL = {"bucket_bytes": 1000}
+
+on_ranks = harness.on_ranks
 
 #: Wraps a model for an optimizer; returns what the training loop calls.
 Wrap = Callable[..., nn.Module]
@@ -168,30 +169,6 @@ def assert_trained(results: Sequence[State], expected: State) -> None:
     assert_close(results[0], expected)
 
 
-def on_ranks(size: int | str, check: Callable[[list[Any]], object] | None = None, **options: Any) -> Callable[..., Any]:
-    """The decorated test runs on ranks that are threads, with its arguments on each.
-
-    Args:
-        size: number of ranks, or the argument of the test that says it.
-        check: gets what the ranks return, in their order.
-        options: those of ``thread_ranks``.
-    """
-
-    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(thread_ranks: Callable[..., list[Any]], **arguments: Any) -> None:
-            number = arguments[size] if isinstance(size, str) else size
-            returned = thread_ranks(number, functools.partial(test, **arguments), **options)
-            if check is not None:
-                check(returned)
-
-        ranks = inspect.Parameter("thread_ranks", inspect.Parameter.KEYWORD_ONLY)
-        run.__signature__ = inspect.Signature([*inspect.signature(test).parameters.values(), ranks])  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
 def branch_loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return loss_of(lambda inputs: model(inputs, "left" if rank == 0 else "right"), rank, step)
 
@@ -201,3 +178,11 @@ def frozen() -> nn.Module:
     model[0].weight.requires_grad_(False)
     model[2].requires_grad_(False)
     return model
+
+
+def file_of(value: object) -> io.BytesIO:
+    """What ``torch.save`` writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

@@ -15,7 +15,7 @@ from bagua.comm import torch_forms as lists
 from bagua.comm.startup.adoption import communicator_of
 from bagua.distributed import collectives, point_to_point
 from tests.contract.exercises import CallSetting, Exercise, several, started
-from tests.programs.mutants import Finished, Mutant, around, patched
+from tests.programs.mutants import Mutant, around, finished, patched
 from tests.programs.native import Place, assert_same_object, own_object
 from tests.versions import renamed
 
@@ -392,7 +392,7 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "all_to_all is among all": _among_all("all_to_all", 2),
     "broadcast is among all": _among_all("broadcast", 2),
     "barrier is among all": _among_all("barrier", 0),
-    "barrier does not wait": patched(dist, "barrier", lambda group, async_op: Finished(None) if async_op else None),
+    "barrier does not wait": patched(dist, "barrier", lambda group, async_op: finished(None) if async_op else None),
     "all_gather fills its list backwards": _backwards("allgather_tensors", 1),
     "gather fills its list backwards": _backwards("gather_tensors", 2),
     "scatter takes its list backwards": _backwards("scatter_tensors", 2),

@@ -1,7 +1,7 @@
 """Wrong collectives: a copy of the transport of threads, or of what stands above it, with one mistake each."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,18 +206,12 @@ def _bytes_of_bool(name: str, other: str) -> Mutant:
 
 def _reversed_list(true: Any, *arguments: Any, **options: Any) -> Any:
     found = true(*arguments, **{**options, "async_op": False})
-    return Finished(found[::-1] if found else found) if options.get("async_op") else found and found[::-1]
+    return finished(found[::-1] if found else found) if options.get("async_op") else found and found[::-1]
 
 
-@dataclass
-class Finished:
-    found: Any
-
-    def wait(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self.found
+def finished(found: Any) -> SimpleNamespace:
+    """A work."""
+    return SimpleNamespace(wait=lambda: True, result=lambda: found)
 
 
 class _NeverWaits(Handle):

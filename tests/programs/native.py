@@ -136,7 +136,8 @@ def _messages_of_objects(comm: Communicator, s: CallSetting) -> Exercise:
 
 
 def _overlapping(comm: Communicator, s: CallSetting) -> Exercise:
-    """Output and input at drawn places of one buffer; what is neither must stay."""
+    """Output and input at drawn places of one plain buffer, whose dtype can be reduced; what is neither must stay."""
+    s = replace(s, present=CallSetting.present, op=CallSetting.op)
     size, rank, share = comm.size, comm.rank, s.seed % 7
     kinds = ("allgather", "alltoall", "sendrecv", "gather", "scatter", "reduce_scatter")
     kind = kinds[s.seed % (6 if s.dtype in REDUCED else 5)]
@@ -174,17 +175,11 @@ def _overlapping(comm: Communicator, s: CallSetting) -> Exercise:
     return Exercise([work], check, [], [])
 
 
-def _plain(begin: Begin) -> Begin:
-    """The exercise on tensors that are as plain as can be, and hold what is reduced in every dtype."""
-    plain = CallSetting()
-    return lambda comm, s: begin(comm, replace(s, present=plain.present, op=plain.op))
-
-
 #: Every kind of call of a communicator; ``barrier`` has an exercise of its own in programs.
 NATIVE: dict[str, Begin] = {
     **{kind: begin for kind, begin in EXERCISES.items() if kind != "barrier"},
     **{kind: _objects(kind) for kind in ("broadcast_object", "allgather_object", "gather_object", "scatter_object")},
     "messages_of_objects": _messages_of_objects,
-    "overlapping": _plain(_overlapping),
+    "overlapping": _overlapping,
 }
 REDUCING = ("allreduce", "reduce", "reduce_scatter", "allreduce_coalesced")

@@ -270,15 +270,11 @@ def assert_members_agree(per_rank: Sequence[Sequence[dict[str, str]]]) -> None:
                 assert first.setdefault(key, digest) == digest, f"other bits on rank {rank}: step {key}"
 
 
-def drawn_pairs(programs: Sequence[Program]) -> dict[tuple[str, str], int]:
+def drawn_pairs(programs: Sequence[Program]) -> dict[tuple[Any, torch.dtype], int]:
     """How often each pair of reduction and dtype is drawn, in groups of two and more ranks."""
-    counts = dict.fromkeys(((_name(op), _name(dtype)) for op, dtype in PAIRS), 0)
+    counts = dict.fromkeys(PAIRS, 0)
     for program in programs:
         for step in program.steps:
             if step.kind in REDUCING[step.face] and program.members(step.place) > 1:
-                counts[_name(step.setting.op), _name(step.setting.dtype)] += 1
+                counts[step.setting.op, step.setting.dtype] += 1
     return counts
-
-
-def _name(thing: Any) -> str:
-    return str(thing).rpartition(".")[2]

@@ -1,70 +1,50 @@
 """The helpers that Lightning users know, loaders that deal, and what rank 0 prints."""
 
 import logging
+import operator
 import types
 from unittest.mock import Mock, call
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import ChainDataset, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import bagua.comm
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError, NotInitializedError
 from bagua.testing import ProcessRanks, this_rank
 from bagua.utilities import distributed
 from bagua.utilities.training import distributed_loader, print_rank_0
+from tests.contract.exercises import communicator as all_ranks
+from tests.harness import on_ranks
 from tests.launching import free_port
-from tests.parallel.wrapping import on_ranks
 
 
-def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    group = bagua.comm.get_default_group() if members is None else bagua.comm.new_group(members)
-    if not group:
-        return None
-    generator = torch.Generator().manual_seed(group.rank)
-    own = torch.randn(2, 3, dtype=torch.float64, generator=generator).requires_grad_()
-    weights = torch.randn(group.size, 2, 3, dtype=torch.float64, generator=generator)
-    stack = distributed.AllGatherGrad.apply(own, group)
-    (weights * stack).sum().backward()
-    return group.rank, own.detach(), weights, torch.stack([stack.detach()[group.rank], own.grad])
-
-
-def _everything_in_a_part() -> list[object] | None:
+@on_ranks(3, pool="rank_pool")
+def test_groups_of_some_ranks_on_every_transport() -> None:
     """The gradient claim among all ranks and in a part of them, and what else takes a group, in the part."""
-    rank = bagua.comm.get_rank()
-    found = [_gather_and_differentiate(None), _gather_and_differentiate([0, 2])]
-    part = bagua.comm.new_group([0, 2])
-    if not part:
-        return found
+    rank, part = bagua.comm.get_rank(), bagua.comm.new_group([0, 2])
+    assert bool(part) == (rank != 1)
+    for group in filter(None, (bagua.comm.get_default_group(), part)):
+        generator = torch.Generator().manual_seed(group.rank)
+        own = torch.randn(2, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        weights = torch.randn(group.size, 2, 3, dtype=torch.float64, generator=generator)
+        stack = distributed.AllGatherGrad.apply(own, group)
+        (weights * stack).sum().backward()
+        assert torch.equal(stack[group.rank], own)
+        expected = sum(one[group.rank] for one in group.global_communicator.allgather_object(weights))
+        assert torch.allclose(own.grad, expected, rtol=1e-12, atol=0)
     given = torch.full((rank + 1,), float(rank), dtype=torch.float64)
-    for named in (part, part.global_communicator):
-        found += [
-            distributed.sync_ddp(given[:1], named, "max").tolist(),
-            distributed.sync_ddp_if_available(given[:1], named, "mean").tolist(),
-            distributed.all_gather_ddp_if_available(given[:1], named, sync_grads=True).tolist(),
-            [tensor.tolist() for tensor in distributed.gather_all_tensors(given, named)],
-        ]
-    return found
+    for named in (part, part.global_communicator) if part else ():
+        assert distributed.sync_ddp(given[:1], named, "max").tolist() == [2.0]
+        assert distributed.sync_ddp_if_available(given[:1], named, "mean").tolist() == [1.0]
+        gathered = distributed.all_gather_ddp_if_available(given[:1], named, sync_grads=True)
+        assert gathered.tolist() == [[0.0], [2.0]]
+        assert [one.tolist() for one in distributed.gather_all_tensors(given, named)] == [[0.0], [2.0] * 3]
 
 
-def _assert_gradients(outcomes: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    for rank, own, _, (stacked, gradient) in outcomes:
-        assert torch.equal(stacked, own)
-        expected = sum(weights[rank] for _, _, weights, _ in outcomes)
-        assert torch.allclose(gradient, expected, rtol=1e-12, atol=0)
-
-
-def test_groups_of_some_ranks_on_every_transport(ranks):
-    outcomes = ranks(3, _everything_in_a_part)
-    _assert_gradients([outcome[0] for outcome in outcomes])
-    assert outcomes[1][1] is None
-    _assert_gradients([outcomes[rank][1] for rank in (0, 2)])
-    expected = [[2.0], [1.0], [[0.0], [2.0]], [[0.0], [2.0] * 3]]
-    assert [outcome[2:] for outcome in outcomes] == [expected * 2, [], expected * 2]
-
-
-def _reduce_and_gather() -> dict[str, object]:
+@on_ranks(2, pool="rank_pool")
+def test_reducing_and_gathering_on_every_transport() -> None:
     rank = bagua.comm.get_rank()
     given, whole = torch.tensor([1.0, 3.0]) + rank, torch.tensor([2, 5]) + rank
     own = torch.full((rank + 1, 3 - rank), float(rank), requires_grad=True)
@@ -81,38 +61,27 @@ def _reduce_and_gather() -> dict[str, object]:
     }
     assert torch.equal(given, torch.tensor([1.0, 3.0]) + rank), "the input was changed"
     assert distributed.distributed_available()
-    return found
-
-
-def test_reducing_and_gathering_on_every_transport(ranks):
-    expected = {
+    assert found == {
         "sum": [3.0, 7.0], "mean": [1.5, 3.5], "AVG": [1.5, 3.5], "max": [2.0, 4.0], "mean of integers": [2.5, 5.5],
         "stack": [[1.0, 3.0], [2.0, 4.0]], "shapes": [[[0.0] * 3], [[1.0] * 2] * 2], "scalars": [0, 1],
         "empty": [[0, 0], [0, 1]],
     }  # fmt: skip
-    assert ranks(2, _reduce_and_gather) == [expected] * 2
 
 
-def _gather_what_cannot_be() -> list[str]:
+@on_ranks(2, pool="rank_pool")
+def test_what_cannot_be_gathered_is_an_error_on_all_ranks() -> None:
     rank = bagua.comm.get_rank()
-    seen = []
-    for tensor in (torch.zeros([2] * (rank + 1)), torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])):
+    one, other = torch.zeros([2] * (rank + 1)), torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])
+    for tensor, said in ((one, "[2, 2]"), (other, "float64")):
         with pytest.raises(InvalidTensorError, match="rank 1") as caught:
             distributed.gather_all_tensors(tensor)
-        seen.append(caught.value.seen)
+        assert said in caught.value.seen
+        assert all_ranks().allgather_object(caught.value.seen) == [caught.value.seen] * 2
     with pytest.raises(InvalidTensorError, match=r"rank 1: torch.float32 \[3, 2\]"):
         distributed.all_gather_ddp_if_available(torch.zeros(2 + rank, 3 - rank))
     with pytest.raises(InvalidTensorError, match=r"rank 0: torch.float32 \[2\]"):
         distributed.AllGatherGrad.apply(torch.zeros(2 + rank))
     assert distributed.all_gather_ddp_if_available(torch.ones(1)).tolist() == [[1.0], [1.0]]
-    return seen
-
-
-def test_what_cannot_be_gathered_is_an_error_on_all_ranks(ranks):
-    first, second = ranks(2, _gather_what_cannot_be)
-    assert first == second
-    assert "[2, 2]" in first[0]
-    assert "float64" in first[1]
 
 
 def test_alone_there_is_the_answer_of_a_single_process():
@@ -216,38 +185,37 @@ def test_rank_zero_logs_and_warns(caplog, monkeypatch):
     assert {(one.filename, one.lineno) for one in warned} == {(__file__, of_the_caller.__code__.co_firstlineno + 5)}
 
 
-def _on_torch_alone(port: int) -> tuple[list[float], list[float], str]:
+def _on_torch_alone(port: int) -> None:
     rank = this_rank.get().rank
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     pair = dist.new_group([0, 1])
     assert (_speak("torch's rank"), distributed.distributed_available()) == (None if rank else "TORCH'S RANK", True)
-    with pytest.raises(NotInitializedError, match="on all ranks") as caught:
+    with pytest.raises(NotInitializedError, match="on all ranks"):
         distributed.sync_ddp(torch.ones(1), pair)
-    total = distributed.sync_ddp_if_available(torch.ones(1))
+    assert distributed.sync_ddp_if_available(torch.ones(1)).tolist() == [2.0]
     own = torch.ones(2, requires_grad=True)
     (distributed.all_gather_ddp_if_available(own, pair, sync_grads=True) * (rank + 1)).sum().backward()
     assert own.grad.tolist() == [3.0, 3.0]
     assert [part.tolist() for part in distributed.gather_all_tensors(own[:rank], dist.group.WORLD)] == [[], [1.0]]
-    in_pair = [distributed.sync_ddp(torch.ones(1), pair, "mean").item() for _ in range(2)]
+    assert [distributed.sync_ddp(torch.ones(1), pair, "mean").item() for _ in range(2)] == [1.0, 1.0]
     bagua.comm.destroy_process_group()
     dist.destroy_process_group()
-    return total.tolist(), in_pair, type(caught.value).__name__
 
 
-def _connect(port: int) -> float:
+def _connect(port: int) -> None:
     place = types.SimpleNamespace(main_address="127.0.0.1", main_port=port)
     place.global_rank, place.world_size = (lambda: this_rank.get().rank), (lambda: 2)
     distributed.init_dist_connection(place, "gloo", timeout=20)
     distributed.init_dist_connection(place, "gloo")
     assert dist.is_initialized()
-    return distributed.sync_ddp(torch.ones(1)).item()
+    assert distributed.sync_ddp(torch.ones(1)).item() == 2.0
 
 
 @pytest.mark.gloo
 def test_groups_of_torch_are_joined_and_connections_made():
     pool = ProcessRanks(2, backend=None)
-    assert pool.run(_on_torch_alone, free_port()) == [([2.0], [1.0, 1.0], "NotInitializedError")] * 2
-    assert pool.run(_connect, free_port()) == [2.0, 2.0]
+    for function in (_on_torch_alone, _connect):
+        pool.run(function, free_port())
 
 
 def test_hooks_are_checked_before_they_are_registered():
@@ -267,13 +235,12 @@ def test_hooks_are_taken_by_what_takes_them():
     assert model.register_comm_hook.mock_calls == [call("state", print)]
 
 
-class _Stream(IterableDataset[int]):
-    def __iter__(self):
-        return iter(range(4))
-
-
-def _epochs(shuffle: bool, drop_last: bool, split_batches: bool, first: int) -> tuple[list[object], list[object]]:
-    """Three epochs of the dealt loader, and the same with torch's sampler by hand."""
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("drop_last", "split_batches", "first"), [(True, False, 0), (False, True, 5), (False, False, 0)]
+)
+@on_ranks(2)
+def test_a_dealt_loader_does_what_the_sampler_does_by_hand(shuffle, drop_last, split_batches, first):
     rank, ranks, data = bagua.comm.get_rank(), bagua.comm.get_world_size(), torch.arange(23)
     given = DataLoader(data, batch_size=6, shuffle=shuffle, drop_last=drop_last, collate_fn=torch.stack)
     loader = distributed_loader(given, split_batches=split_batches)
@@ -287,19 +254,9 @@ def _epochs(shuffle: bool, drop_last: bool, split_batches: bool, first: int) -> 
         expected.append([batch.tolist() for batch in by_hand])
     assert len(loader) == len(by_hand)
     assert loader.collate_fn is torch.stack
-    return found, expected
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(
-    ("drop_last", "split_batches", "first"), [(True, False, 0), (False, True, 5), (False, False, 0)]
-)
-def test_a_dealt_loader_does_what_the_sampler_does_by_hand(thread_ranks, shuffle, drop_last, split_batches, first):
-    outcomes = thread_ranks(2, _epochs, shuffle, drop_last, split_batches, first)
-    for found, expected in outcomes:
-        assert found == expected
-        assert (found[0] != found[1]) == shuffle
-    assert outcomes[0][0] != outcomes[1][0]
+    assert found == expected
+    assert (found[0] != found[1]) == shuffle
+    assert operator.ne(*all_ranks().allgather_object(found))
 
 
 def test_the_seed_of_rank_0s_generator_shuffles_on_all_ranks(thread_ranks):
@@ -316,7 +273,7 @@ def test_the_seed_of_rank_0s_generator_shuffles_on_all_ranks(thread_ranks):
 
 _UNDEALT = {
     "a torch.utils.data.DataLoader": lambda: [1, 2],
-    "an IterableDataset": lambda: DataLoader(_Stream(), batch_size=2),
+    "an IterableDataset": lambda: DataLoader(ChainDataset([]), batch_size=2),
     "batches of its own": lambda: DataLoader(torch.arange(4), batch_sampler=[[0, 1], [2, 3]]),
     "WeightedRandomSampler": lambda: DataLoader(torch.arange(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
     "replacement or num_samples": lambda: DataLoader(range(4), 2, sampler=RandomSampler(range(4), replacement=True)),
@@ -325,13 +282,10 @@ _UNDEALT = {
 
 
 @pytest.mark.parametrize("words", _UNDEALT)
-def test_a_loader_that_cannot_be_dealt_is_refused(thread_ranks, words):
-    def refusal() -> str:
-        with pytest.raises((ConfigurationError, TypeError)) as refused:
-            distributed_loader(_UNDEALT[words](), split_batches=True)
-        return str(refused.value)
-
-    assert all(words in text for text in thread_ranks(2, refusal))
+@on_ranks(2)
+def test_a_loader_that_cannot_be_dealt_is_refused(words):
+    with pytest.raises((ConfigurationError, TypeError), match=words):
+        distributed_loader(_UNDEALT[words](), split_batches=True)
 
 
 def test_ranks_must_be_connected():
