@@ -115,7 +115,7 @@ def time_overhead(rank: Rank, rounds: int, calls: int) -> dict[str, Rounds]:
 def start_on_transport(communicator: Communicator, tensor: torch.Tensor) -> Callable[[], None]:
     """The same call on the transport below ``communicator``, without all that a communicator does."""
     transport = communicator._transport  # noqa: SLF001  # its cost is what is measured
-    call = Call("allreduce", 1, tensor.dtype, tensor.numel(), "sum")
+    call = Call("allreduce", tensor.dtype, tensor.numel(), "sum", sequence=1)
 
     def run() -> None:
         transport.start(call, tensor, tensor, TIMEOUT_S, False).wait()

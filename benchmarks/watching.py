@@ -54,7 +54,7 @@ STARTS = 5
 
 
 #: Stands for each call where none is noted.
-NOTHING = CallRecord(Call("barrier", 0, torch.uint8), Place("", "", 0, (0,)), 0, 0.0)
+NOTHING = CallRecord(Call("barrier", torch.uint8), Place("", "", 0, (0,)), 0, 0.0)
 
 
 def begin_nothing(_: Statistics, call: Call, now: float) -> CallRecord:
@@ -127,7 +127,7 @@ def direct_cost(rank: Rank, hidden: int) -> tuple[float, float, float, float]:
     step_s = min(timeit.repeat(step, number=1, repeat=20))
     calls = (bagua.metrics()["comm/calls"] - before) / 20
     place = Place("world", "shm", rank.rank, (0, 1))
-    statistics, call = Statistics(place), Call("allreduce", 1, torch.float32, 1000, "sum")
+    statistics, call = Statistics(place), Call("allreduce", torch.float32, 1000, "sum", sequence=1)
 
     def note() -> None:
         statistics.end(statistics.begin(call, 0.0), 1.0, 1.0, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,6 @@ class Call(NamedTuple):
 
     Attributes:
         kind: one of ``COLLECTIVES`` or ``POINT_TO_POINT``.
-        sequence: number of this call on its communicator, from 1; collectives and
-            point-to-point calls are counted apart.
         dtype: dtype of the elements, as the user gave it.
         numel: elements of one rank's share (see ``comm/transports/base.py``); 0 for ``barrier``.
         reduction: ``sum``, ``avg``, ...; empty where nothing is reduced.
@@ -49,10 +48,11 @@ class Call(NamedTuple):
         send_counts: for ``alltoall_v`` the elements sent to each rank; otherwise empty.
         recv_counts: for ``alltoall_v`` the elements received from each rank; for
             ``sendrecv`` the one count received; otherwise empty.
+        sequence: number of this call on its communicator, from 1; collectives and
+            point-to-point calls are counted apart. 0 before the call is made.
     """
 
     kind: str
-    sequence: int
     dtype: torch.dtype
     numel: int = 0
     reduction: str = ""
@@ -60,6 +60,7 @@ class Call(NamedTuple):
     source: int = -1
     send_counts: tuple[int, ...] = ()
     recv_counts: tuple[int, ...] = ()
+    sequence: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -78,10 +79,10 @@ class Call(NamedTuple):
         return KIND_NUMBERS[kind], DTYPE_NUMBERS[dtype], numel, REDUCTION_NUMBERS[reduction], root
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int], sequence: int, *rest: Any) -> Call:
+    def of_numbers(cls, numbers: Sequence[int], *rest: Any) -> Call:
         """The call of which a rank tells in ``numbers``; ``rest`` are the other fields, from ``source`` on."""
         kind, dtype, numel, reduction, root = numbers
-        return cls(KINDS[kind], sequence, DTYPES[dtype], numel, REDUCTIONS[reduction], root, *rest)
+        return cls(KINDS[kind], DTYPES[dtype], numel, REDUCTIONS[reduction], root, *rest)
 
     def __str__(self) -> str:
         count = list(self.send_counts) if self.kind == "alltoall_v" else self.numel
@@ -93,3 +94,7 @@ class Call(NamedTuple):
         if self.source >= 0:
             parts.append(f"from {self.source}")
         return f"#{self.sequence} {self.kind}({', '.join(parts)})"
+
+
+#: ``Call`` of all its fields in their order, in two thirds of the time.
+new_call = partial(tuple.__new__, Call)

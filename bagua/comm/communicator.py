@@ -9,6 +9,7 @@ import torch
 from torch.distributed import Store
 
 from bagua.comm import composed
+from bagua.comm.call import Call, new_call
 from bagua.comm.operands import BOOL_AS_BYTES, Intake, apart, check_counts, check_rank, readable, reduction_name
 from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.records.recorder import KindStatistics, Recorder
@@ -160,10 +161,8 @@ class Communicator:
             CommunicationError: any of its kinds, when ranks disagree, are late, or die.
         """
         plain, finish, reduction = self.intake.reduced(tensor, op)
-        return self.pipeline.run(
-            "allreduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
-            reduction, finish=finish, result=tensor,
-        )  # fmt: skip
+        call = new_call(("allreduce", tensor.dtype, plain.numel(), reduction, -1, -1, (), (), 0))
+        return self.pipeline.run(call, plain, plain, async_op, timeout, finish, tensor)
 
     def reduce(
         self,
@@ -185,10 +184,8 @@ class Communicator:
         """
         plain, finish, reduction = self.intake.reduced(tensor, op)
         dst = check_rank(dst, self.size, "dst")
-        return self.pipeline.run(
-            "reduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
-            reduction, dst, finish=finish if self.rank == dst else None, result=tensor,
-        )  # fmt: skip
+        call = Call("reduce", tensor.dtype, plain.numel(), reduction, dst)
+        return self.pipeline.run(call, plain, plain, async_op, timeout, finish if self.rank == dst else None, tensor)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False, timeout: Timeout = None
@@ -209,10 +206,8 @@ class Communicator:
         else:
             plain, finish = self.intake.in_place(tensor, "tensor", keep=False)
             source = None
-        return self.pipeline.run(
-            "broadcast", source, plain, tensor.dtype, plain.numel(), async_op, timeout,
-            "", root, finish=finish, result=tensor,
-        )  # fmt: skip
+        call = Call("broadcast", tensor.dtype, plain.numel(), root=root)
+        return self.pipeline.run(call, source, plain, async_op, timeout, finish, tensor)
 
     # From an input into an output.
 
@@ -228,9 +223,8 @@ class Communicator:
             timeout: deadline.
         """
         share, target, finish = self.intake.pair(tensor, output, self.size)
-        return self.pipeline.run(
-            "allgather", share, target, tensor.dtype, share.numel(), async_op, timeout, finish=finish, result=output
-        )
+        call = Call("allgather", tensor.dtype, share.numel())
+        return self.pipeline.run(call, share, target, async_op, timeout, finish, output)
 
     def gather(
         self,
@@ -253,10 +247,9 @@ class Communicator:
         share = self.intake.share(tensor, "tensor")
         dst = check_rank(dst, self.size, "dst")
         target, finish = self.intake.only_on(dst, output, "output", tensor, share.numel(), written=True)
-        return self.pipeline.run(
-            "gather", share if target is None else apart(share, target), target, tensor.dtype,
-            share.numel(), async_op, timeout, "", dst, finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("gather", tensor.dtype, share.numel(), root=dst)
+        source = share if target is None else apart(share, target)
+        return self.pipeline.run(call, source, target, async_op, timeout, finish, output)
 
     def scatter(
         self,
@@ -279,10 +272,9 @@ class Communicator:
         target, finish = self.intake.in_place(output, "output", keep=False)
         root = check_rank(root, self.size, "root")
         source, _ = self.intake.only_on(root, tensor, "tensor", output, target.numel(), written=False)
-        return self.pipeline.run(
-            "scatter", None if source is None else apart(source, target), target, output.dtype,
-            target.numel(), async_op, timeout, "", root, finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("scatter", output.dtype, target.numel(), root=root)
+        source = None if source is None else apart(source, target)
+        return self.pipeline.run(call, source, target, async_op, timeout, finish, output)
 
     def reduce_scatter(
         self,
@@ -309,10 +301,8 @@ class Communicator:
         if target.dtype is torch.bool:
             target, source = target.view(torch.uint8), source.view(torch.uint8)
             reduction = BOOL_AS_BYTES[reduction]
-        return self.pipeline.run(
-            "reduce_scatter", source, target, output.dtype, target.numel(), async_op, timeout,
-            reduction, finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("reduce_scatter", output.dtype, target.numel(), reduction)
+        return self.pipeline.run(call, source, target, async_op, timeout, finish, output)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None
@@ -326,10 +316,8 @@ class Communicator:
             timeout: deadline.
         """
         source, target, finish = self.intake.pair(tensor, output, split=True)
-        return self.pipeline.run(
-            "alltoall", source, target, tensor.dtype,
-            source.numel() // self.size, async_op, timeout, finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("alltoall", tensor.dtype, source.numel() // self.size)
+        return self.pipeline.run(call, source, target, async_op, timeout, finish, output)
 
     def alltoall_v(
         self,
@@ -357,14 +345,12 @@ class Communicator:
         self.intake.check(output, "output")
         receive = check_counts(output_counts, self.size, output.numel(), "output_counts")
         target, finish = self.intake.output(output, "output", tensor, output.numel())
-        return self.pipeline.run(
-            "alltoall_v", apart(source, target), target, tensor.dtype, 0, async_op, timeout,
-            counts=(send, receive), finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("alltoall_v", tensor.dtype, send_counts=send, recv_counts=receive)
+        return self.pipeline.run(call, apart(source, target), target, async_op, timeout, finish, output)
 
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return after every rank has called it."""
-        return self.pipeline.run("barrier", None, None, torch.uint8, 0, async_op, timeout)
+        return self.pipeline.run(Call("barrier", torch.uint8), None, None, async_op, timeout)
 
     # Between two ranks.
 
@@ -378,10 +364,8 @@ class Communicator:
             timeout: deadline.
         """
         share = self.intake.share(tensor, "tensor")
-        return self.pipeline.run(
-            "send", share, None, tensor.dtype, share.numel(), async_op, timeout,
-            "", self.intake.other(dst, "dst"), result=tensor,
-        )  # fmt: skip
+        call = Call("send", tensor.dtype, share.numel(), root=self.intake.other(dst, "dst"))
+        return self.pipeline.run(call, share, None, async_op, timeout, None, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Receive into ``tensor`` what rank ``src`` sends.
@@ -393,10 +377,8 @@ class Communicator:
             timeout: deadline.
         """
         target, finish = self.intake.in_place(tensor, "tensor", keep=False)
-        return self.pipeline.run(
-            "recv", None, target, tensor.dtype, target.numel(), async_op, timeout,
-            "", self.intake.other(src, "src"), finish=finish, result=tensor,
-        )  # fmt: skip
+        call = Call("recv", tensor.dtype, target.numel(), root=self.intake.other(src, "src"))
+        return self.pipeline.run(call, None, target, async_op, timeout, finish, tensor)
 
     def recv_any(self, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None) -> int | Work:
         """Receive into ``tensor`` the next message that any other rank sends.
@@ -427,9 +409,8 @@ class Communicator:
                 finish()
             return int(sender)
 
-        work = self.pipeline.run(
-            "recv", sender, target, tensor.dtype, target.numel(), async_op, timeout, finish=conclude, result=tensor,
-        )  # fmt: skip
+        call = Call("recv", tensor.dtype, target.numel())
+        work = self.pipeline.run(call, sender, target, async_op, timeout, conclude, tensor)
         return int(sender) if work is None else work
 
     def sendrecv(
@@ -464,10 +445,8 @@ class Communicator:
         self.intake.check(output, "output")
         expected = share.numel() if src == self.rank else output.numel()
         target, finish = self.intake.output(output, "output", tensor, expected)
-        return self.pipeline.run(
-            "sendrecv", apart(share, target), target, tensor.dtype, share.numel(), async_op,
-            timeout, "", dst, peer=src, counts=((), (target.numel(),)), finish=finish, result=output,
-        )  # fmt: skip
+        call = Call("sendrecv", tensor.dtype, share.numel(), "", dst, src, (), (target.numel(),))
+        return self.pipeline.run(call, apart(share, target), target, async_op, timeout, finish, output)
 
     # Of several tensors, and of objects.
 

@@ -296,9 +296,9 @@ class Intake:
     def reduced(self, tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, Finish, str]:
         """Like ``in_place``, and the name of the reduction; of a bool tensor its bytes, and what reduces them."""
         self.check(tensor, "tensor")
-        plain, finish = writable(tensor, "tensor", keep=True)
+        plain, finish = (tensor, None) if is_plain(tensor) else writable(tensor, "tensor", keep=True)
         dtype = tensor.dtype
-        reduction = reduction_name(op, dtype)
+        reduction = _LEGAL.get((id(op), dtype)) or reduction_name(op, dtype)
         if dtype is torch.bool:
             return plain.view(torch.uint8), finish, BOOL_AS_BYTES[reduction]
         return plain, finish, reduction

@@ -7,12 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypedDict
 
-import torch
-
-from bagua.comm.call import COLLECTIVES, KINDS, POINT_TO_POINT, Call
+from bagua.comm.call import COLLECTIVES, KINDS, POINT_TO_POINT, Call, new_call
 from bagua.comm.lifetime.background import Turns
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.operands import as_seconds
@@ -38,10 +35,6 @@ class CallOptions(TypedDict, total=False):
 
     async_op: bool
     timeout: Timeout
-
-
-#: ``Call`` of all its fields in their order, in a third of the time.
-_new_call = partial(tuple.__new__, Call)
 
 
 class CallPipeline:
@@ -137,22 +130,15 @@ class CallPipeline:
 
     def run(
         self,
-        kind: str,
+        call: Call,
         source: Data,
         target: Data,
-        dtype: torch.dtype,
-        numel: int,
         async_op: bool,
         timeout: Timeout,
-        reduction: str = "",
-        root: int = -1,
-        *,
-        peer: int = -1,
-        counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         finish: Callable[[], Any] | None = None,
         result: Any = None,
     ) -> Work | None:
-        """Start the described call; wait for it unless ``async_op``.
+        """Number ``call`` and start it; wait for it unless ``async_op``.
 
         Its result is what ``finish`` returns; ``result`` if that is None.
         """
@@ -167,13 +153,13 @@ class CallPipeline:
             source, target = _bare(source, target)
         record: CallRecord | None = None
         if not self.in_use.acquire(False):
-            raise self._concurrent_use(kind)
+            raise self._concurrent_use(call.kind)
         try:  # Nothing stands before it: a signal handler that raises would leave the communicator in use.
             try:
                 if self._broken is not None or self.closed:
-                    raise self._refusal(kind)
-                number = self._numbers[kind]
-                call = _new_call((kind, number[0] + 1, dtype, numel, reduction, root, peer, counts[0], counts[1]))
+                    raise self._refusal(call.kind)
+                number = self._numbers[call.kind]
+                call = new_call(call[:-1] + (number[0] + 1,))  # noqa: RUF005 - in each call: a list would be made first
                 record = self.statistics.begin(call, started)
                 start = self._start_in_profile if profiling() else self._transport.start
                 handle = start(call, source, target, timeout_s, async_op)
@@ -278,8 +264,8 @@ class CallPipeline:
         """
         if spent is None:
             spent = blocked_s = ended - record.begun
-        kind, sequence = record.call[:2]
-        if self._arrivals is not None and kind not in POINT_TO_POINT:
+        if self._arrivals is not None and record.call.kind not in POINT_TO_POINT:
+            sequence = record.call.sequence
             number, waited_s, last = self._arrivals[sequence % ARRIVALS_LENGTH]
             if number == sequence:
                 ranks = self._ranks

@@ -56,10 +56,10 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     if len(parts) == 1:
         return out if out is parts[0] else out.copy_(parts[0])
     dtype = out.dtype
-    wide = wide_dtype(dtype, name)
-    if len(parts) == 2 and wide is dtype:  # In one pass, and most calls are small.
+    if len(parts) == 2 and dtype not in _NARROW:  # In one pass, and most calls are small.
         _FOLDS[name](parts[0], parts[1], out=out)
         return divide(out, 2) if name == "avg" else out
+    wide = wide_dtype(dtype, name)
     if out.numel() > _CHUNK and out.dim() == 1:
         # Several passes over the same elements: while these are still in the cache.
         for *chunks, target in zip(*(torch.unsafe_split(part, _CHUNK) for part in (*parts, out)), strict=True):

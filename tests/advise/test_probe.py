@@ -163,7 +163,7 @@ def test_work_of_a_rehearsal_is_what_kept_its_thread_busy(monkeypatch: pytest.Mo
         monkeypatch.setattr(time, "thread_time", lambda: busy_s)
 
     place = Place("model0", "rehearsal", 0, (0, 1))
-    record = CallRecord(Call("alltoall", 1, torch.uint8, 500), place, 0, 4.0)
+    record = CallRecord(Call("alltoall", torch.uint8, 500), place, 0, 4.0)
     come(0.0, 10.0)
     journal.mark("begins")
     journal.mark("begins")

@@ -86,10 +86,10 @@ def test_messages_of_nccl_start_as_one_group_and_barriers_run_on_the_current_dev
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
     group = Mock()
     lowering = Lowering(group, 0, 3, NcclGroup.abilities)
-    call = Call("sendrecv", 1, torch.float32, 2, "", 1, 2, (), (2,))
+    call = Call("sendrecv", torch.float32, 2, "", 1, 2, (), (2,))
     works, _ = lowering.start(call, torch.ones(2), torch.zeros(2), 5.0)
     assert works == (group._end_coalescing.return_value,)
-    lowering.start(Call("barrier", 1, torch.uint8), None, None, 5.0)
+    lowering.start(Call("barrier", torch.uint8), None, None, 5.0)
     *messages, (name, (options,), _) = group.method_calls
     assert [name for name, *_ in messages] == ["_start_coalescing", "send", "recv", "_end_coalescing"]
     assert (name, options.device) == ("barrier", torch.device("cuda", 5))
@@ -114,7 +114,7 @@ def test_every_call_carries_its_own_deadline() -> None:
             tensor, pair = torch.ones(2), torch.ones(4)
             source = pair if kind in ("scatter", "alltoall") else tensor
             target = pair if kind in ("allgather", "gather", "alltoall") else tensor
-            lowering.start(Call(kind, 1, torch.float32, 2, reduction, 0), source, target, timeout_s)
+            lowering.start(Call(kind, torch.float32, 2, reduction, 0), source, target, timeout_s)
         *_, three, seven, again = [arguments[-1] for _, arguments, _ in group.method_calls]
         assert (three.timeout, seven.timeout) == (as_timedelta(3.0), as_timedelta(7.0)), kind
         assert again is three, "options are made once"
@@ -179,12 +179,12 @@ def test_a_backend_registered_with_torch_serves(name: str) -> None:
 def test_tensors_of_other_devices_travel_by_way_of_the_cpu(comm: Communicator) -> None:
     transport = comm._transport
     tensor = torch.full((3,), float(comm.rank))
-    transport._start_staged(Call("allreduce", 1, torch.float32, 3, "sum"), tensor, tensor, 5.0, False).wait()
+    transport._start_staged(Call("allreduce", torch.float32, 3, "sum"), tensor, tensor, 5.0, False).wait()
     assert tensor.equal(torch.full((3,), 1.0))
     output = torch.zeros(6)
-    transport._start_staged(Call("allgather", 2, torch.float32, 3), tensor, output, 5.0, True).wait()
+    transport._start_staged(Call("allgather", torch.float32, 3, sequence=2), tensor, output, 5.0, True).wait()
     assert output.equal(torch.full((6,), 1.0))
-    transport._start_staged(Call("barrier", 3, torch.uint8), None, None, 5.0, True).wait()
+    transport._start_staged(Call("barrier", torch.uint8, sequence=3), None, None, 5.0, True).wait()
 
 
 @on_communicators(2, run_on_gloo)
@@ -327,7 +327,7 @@ def test_a_sum_with_fewer_elements_of_the_other_rank_is_refused() -> None:
             output[: len(sent) - 2].copy_(sent[2:])
 
     tensor = torch.ones(5)
-    call = Call("allreduce", 1, torch.float32, 5, "sum")
+    call = Call("allreduce", torch.float32, 5, "sum")
     _, add = Lowering(Short(), 0, 2, GlooGroup.abilities).start(call, tensor, tensor, 1.0)
     assert add is not None
     with pytest.raises(errors.CollectiveMismatchError, match="fewer elements on the other rank"):
@@ -378,5 +378,5 @@ def test_large_shares_are_messages() -> None:
     exercise_all(CallSetting(shape=(begin,), dtype=torch.complex64))  # Which Gloo moves as bytes.
     takes_messages = communicator()._transport._default.takes_messages
     calls = [(kind, numel) for kind in ("alltoall", "allgather", "allreduce") for numel in (begin - 1, begin)]
-    found = [takes_messages(Call(kind, 1, torch.float32, numel, "sum")) for kind, numel in calls]
+    found = [takes_messages(Call(kind, torch.float32, numel, "sum")) for kind, numel in calls]
     assert found == [False, True, False, True, False, False]

@@ -87,8 +87,8 @@ def test_a_collective_meets_a_message(kind: str) -> None:
 
 def test_the_notice_names_both_sides_of_uneven_counts() -> None:
     calls = [
-        Call("alltoall_v", 1, torch.uint8, 0, send_counts=(0, 2), recv_counts=(0, 1)),
-        Call("alltoall_v", 1, torch.uint8, 0, send_counts=(1, 0), recv_counts=(2, 0)),
+        Call("alltoall_v", torch.uint8, 0, send_counts=(0, 2), recv_counts=(0, 1)),
+        Call("alltoall_v", torch.uint8, 0, send_counts=(1, 0), recv_counts=(2, 0)),
     ]
     notices = [Notice(call, call.agreement(), False, 8) for call in calls]
     memory_exchange.compare((0, 1), 0, notices)

@@ -110,7 +110,7 @@ def calling(tmp_path: Path, rank: int = 0, calls: int = 1) -> tuple[Recorder, St
 
 
 def begin_barrier(statistics: Statistics, number: int) -> None:
-    statistics.begin(bagua.comm.Call("barrier", number, torch.uint8), statistics.recorder.clock())
+    statistics.begin(bagua.comm.Call("barrier", torch.uint8, sequence=number), statistics.recorder.clock())
 
 
 def test_the_first_cause_stays(tmp_path):

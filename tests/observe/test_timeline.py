@@ -161,7 +161,7 @@ def file(tmp_path: Path) -> TraceFile:
 
 
 def record(number: int) -> CallRecord:
-    made = CallRecord(Call("barrier", number, torch.uint8), PLACE, number, 1.0)
+    made = CallRecord(Call("barrier", torch.uint8, sequence=number), PLACE, number, 1.0)
     made.ended = 2.0
     return made
 

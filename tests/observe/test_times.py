@@ -26,7 +26,7 @@ def statistics(clock: Mock) -> Statistics:
 
 
 def call(number: int, kind: str = "allreduce") -> Call:
-    return Call(kind, number, torch.float32, 4, "sum")
+    return Call(kind, torch.float32, 4, "sum", sequence=number)
 
 
 def parts(times: CallTimes) -> tuple[float, float, float]:
@@ -149,7 +149,7 @@ def test_totals_that_are_read_while_a_call_is_counted_have_all_of_it_or_nothing(
         return sent(*arguments)
 
     monkeypatch.setattr(records, "sent_by", asking)
-    message = Call("send", 0, torch.float32, 5, root=1)
+    message = Call("send", torch.float32, 5, root=1)
     for count in (1, 2):
         statistics.end(statistics.begin(message, 0.0), 0.0, blocked_s=0.0, spent_s=1.0)
         assert statistics.kinds == {"send": KindStatistics(count, 20 * count, 20 * count, float(count))}

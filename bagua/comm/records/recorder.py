@@ -116,24 +116,20 @@ class CallRecord:
         waiter: identity of the thread that waits for it, of an asynchronous one; 0 as long as none does.
     """
 
-    __slots__ = (
-        *("begun", "blocked_s", "call", "ended", "number", "place"),
-        *("state", "thread", "waited_for", "waited_s", "waiter"),
-    )
+    # Values of the class until something happens: each call makes one of these.
+    ended = waited_s = 0.0
+    waited_for: tuple[int, ...] = ()
+    state = "started"
     waiter: int
+    #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
+    blocked_s: float | None = None
 
     def __init__(self, call: Call, place: Place, number: int, begun: float) -> None:
         self.call = call
         self.place = place
         self.number = number
         self.begun = begun
-        self.ended = 0.0
-        self.waited_s = 0.0
-        self.waited_for: tuple[int, ...] = ()
-        self.state = "started"
         self.thread = here.ident
-        #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
-        self.blocked_s: float | None = None
 
 
 class CallTimes(NamedTuple):

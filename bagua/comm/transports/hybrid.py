@@ -72,7 +72,7 @@ class _Part:
         asynchronous: bool = False,
     ) -> Callable[[], None]:
         """Start a call; what is returned waits for it."""
-        call = Call(kind, next(self._numbers), target.dtype, numel, reduction, root)
+        call = Call(kind, target.dtype, numel, reduction, root, sequence=next(self._numbers))
         with self._naming(deadline):
             handle = self.transport.start(call, source, target, deadline.limit_s, asynchronous)
 

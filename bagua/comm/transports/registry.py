@@ -44,7 +44,7 @@ def _describe(row: list[int], size: int) -> str:
     """The call behind a fingerprint, for people."""
     kind, sequence, *others = row[:_FACTS]
     counts = tuple(row[_FACTS : _FACTS + size]) if KINDS[kind] == "alltoall_v" else ()
-    return str(Call.of_numbers([kind, *others], sequence, -1, counts))
+    return str(Call.of_numbers([kind, *others], -1, counts, (), sequence))
 
 
 def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
@@ -115,7 +115,7 @@ class CheckedTransport(Transport):
     def _wait_for_all(self) -> None:
         """Until every rank has seen the disagreement: the error closes the connections."""
         with contextlib.suppress(CommunicationError):
-            self.check.start(Call("barrier", 0, torch.uint8), None, None, _FAREWELL_S, True).wait()
+            self.check.start(Call("barrier", torch.uint8), None, None, _FAREWELL_S, True).wait()
 
     def advance(self) -> None:
         """Start what can be started, in order."""
@@ -176,7 +176,7 @@ class CheckedHandle(Handle):
         if call.kind not in POINT_TO_POINT:
             own = fingerprint_of(call, transport.size)
             self._rows = own.new_empty((transport.size, own.numel()))
-            gathering = Call("allgather", call.sequence, torch.int64, own.numel())
+            gathering = Call("allgather", torch.int64, own.numel(), sequence=call.sequence)
             self._gathering = transport.check.start(gathering, own, self._rows, timeout_s, True)
 
     def try_start(self) -> bool:

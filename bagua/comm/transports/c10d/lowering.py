@@ -122,14 +122,14 @@ class Lowering:
 
     def allreduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
         """Reduce in place on every rank."""
-        options = self._allreduces.get((call[4], target.dtype, timeout_s))
+        options = self._allreduces.get((call[3], target.dtype, timeout_s))
         if options is None and (call.reduction, target.dtype) in self._reductions:
             options = self._prepared("allreduce", dist.AllreduceOptions, timeout_s, call.reduction)
             self._allreduces[call.reduction, target.dtype, timeout_s] = options
         if options is None:
             return self._allreduce_otherwise(call, target, timeout_s)
         # Of one or two elements the backend takes as few turns.
-        if self._size == 2 and call[4] in _SUMS and target.numel() > 2 and target.nbytes <= self._pairs_to_bytes:
+        if self._size == 2 and call[3] in _SUMS and target.numel() > 2 and target.nbytes <= self._pairs_to_bytes:
             return self._sum_of_two(call, target, timeout_s)
         return (self._group.allreduce([target], options),), None
 

@@ -130,7 +130,7 @@ class C10dTransport(Transport):
         if self.failures.broken:
             self.failures.check_usable()
         kind = call[0]
-        if call[3] == 0 and kind not in _NEVER_EMPTY:
+        if call[2] == 0 and kind not in _NEVER_EMPTY:
             return DONE
         tensor = source if target is None else target
         if tensor is None:

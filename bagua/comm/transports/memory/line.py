@@ -186,9 +186,9 @@ def rows(call: Call, size: int) -> list[tuple[int, int]]:
     A row is what goes to one rank; what every rank may see is one row.
 
     Example:
-        >>> rows(Call("alltoall", 1, torch.uint8, 5), 3)
+        >>> rows(Call("alltoall", torch.uint8, 5), 3)
         [(0, 5), (5, 5), (10, 5)]
-        >>> rows(Call("allreduce", 1, torch.uint8, 5), 3)
+        >>> rows(Call("allreduce", torch.uint8, 5), 3)
         [(0, 5)]
     """
     if call.kind == "alltoall_v":

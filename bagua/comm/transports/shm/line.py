@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call
+from bagua.comm.call import COLLECTIVES, DTYPE_NUMBERS, DTYPES, KIND_NUMBERS, Call, new_call
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
 from bagua.comm.transports.shm.memory import GONE, SharedMemory, allocate, map_memory
@@ -24,7 +24,7 @@ _WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind !
 _BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 #: Of all fields in their order, in a third of the time.
-_new_call, _new_notice = partial(tuple.__new__, Call), partial(tuple.__new__, Notice)
+_new_notice = partial(tuple.__new__, Notice)
 
 #: ``Notice.piece`` of data that is visible all at once.
 EVERYTHING = 1 << 62
@@ -197,7 +197,7 @@ class ControlLine(Line):
         self.inline = Views(memory)
         self.inline_starts = [layout.inline + slot * layout.slot_bytes for slot in range(2)]
         slots = Slots(size).count
-        self.calls: list[Call] = [Call("", 0, torch.uint8)] * slots
+        self.calls: list[Call] = [Call("", torch.uint8)] * slots
         self.places = [NOWHERE] * slots
         #: Of the segments in which the data lies; they keep the memory, even if its owner has already left.
         self._shown: list[Views | None] = [None] * slots
@@ -240,7 +240,7 @@ class ControlLine(Line):
         kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
         counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
         numbers = kind, dtype, numel, reduction, root
-        return Call.of_numbers(numbers, record[_SEQUENCE], source, counts[:sends], counts[sends:])
+        return Call.of_numbers(numbers, source, counts[:sends], counts[sends:], record[_SEQUENCE])
 
     def _offset(self, slot: int, place: Location, start: int) -> int:
         itemsize = place.dtype.itemsize
@@ -348,8 +348,8 @@ class OwnLine(ControlLine):
             area: memory into which the data was copied, if not into the control memory.
         """
         before, known = self.calls[slot], self.places[slot]
-        if (place is known or place == known) and call[0] == before[0] and call[2:] == before[2:]:
-            self._numbers[slot][_SEQUENCE] = call[1]
+        if (place is known or place == known) and call[:-1] == before[:-1]:
+            self._numbers[slot][_SEQUENCE] = call[-1]
         else:
             self._agreements[slot] = call.agreement()
             self._write_all(slot, call, place)
@@ -467,7 +467,7 @@ class PeerLine(ControlLine):
         if agreed and self._own.agreements[slot] is agreed:  # This rank made its own call once more, too.
             call = self._own.calls[slot]
         else:
-            call = _new_call((before[0][0], self._numbers[slot][_SEQUENCE], *before[0][2:]))
+            call = new_call((*before[0][:-1], self._numbers[slot][_SEQUENCE]))
         self.calls[slot], self.places[slot] = call, place
         return _new_notice((call, *before[1:]))
 

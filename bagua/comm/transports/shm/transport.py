@@ -56,7 +56,7 @@ class Staging(Area):
         self._rank = rank
         self._size = size
         self._latest = 0
-        self._call = Call("", 0, torch.uint8)
+        self._call = Call("", torch.uint8)
         self._itemsize = 1
         self._rows: list[tuple[int, int]] = []
         self._piece = 1
@@ -64,7 +64,7 @@ class Staging(Area):
 
     def open(self, call: Call, source: torch.Tensor) -> Location:
         """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
-        if call[2:] != self._call[2:] or call.kind != self._call.kind or source.dtype is not self._places[0].dtype:
+        if call[:-1] != self._call[:-1] or source.dtype is not self._places[0].dtype:
             self._divide(call, source.dtype)
         self._source = source
         stop, kept = self._piece, None
@@ -198,11 +198,11 @@ class ShmPeers(Peers):
             self._calls += 1
             if self._calls % _CALLS_PER_SWEEP == 0:
                 self._drop_gone()
-        if source is None or not source.nbytes:
+        if private and source is not None:
+            self._line.write_copy(slot, call, source)
+        elif source is None or not source.nbytes:
             place = NOWHERE if source is None else Location(Where.NOWHERE, source.dtype)
             self._line.write(slot, call, place)
-        elif private:
-            self._line.write_copy(slot, call, source)
         else:
             self._publish_large(slot, call, source if source.dim() == 1 else source.view(-1))
 
