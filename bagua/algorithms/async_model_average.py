@@ -6,8 +6,8 @@ The threads go through rounds together. In a round each says in one word where i
 integer), and all do what follows from all words (``verdict``): nothing, an average (one allreduce), or an end.
 
 1. Only the background thread communicates, and only the training thread touches weights. What they share are two flat
-   copies, ``sent`` and ``mean``, and whoever touches these holds ``lock``. A step never waits for the lock: while an
-   average is formed, training goes on without.
+   copies, ``sent`` and ``mean``, and a thread that touches them holds ``lock``. A step never waits for the lock: while
+   an average is formed, training goes on without.
 2. An average leaves the difference ``mean - snapshot`` in ``sent``, and the training thread adds it to its weights
    before one of its next steps. What was learned since the snapshot stays, and the sum over all ranks of weights and
    differences that are yet to be added stays as it is.
@@ -17,7 +17,7 @@ integer), and all do what follows from all words (``verdict``): nothing, an aver
    its mind later is heard in the next round.
 5. An end, too, is that of all in the same round. At the end of ``abort()`` all weights are at rest, and each rank takes
    the last mean in place of its weights: bitwise the same.
-6. Nobody waits for one that is gone. Who leaves says so in a round, which is the last one. Who dies breaks the
+6. No rank waits for one that is gone. Who leaves says so in a round, which is the last one. Who dies breaks the
    connections, and each of the others finds the error, which names it, in its next call.
 """
 
@@ -97,7 +97,7 @@ class Averager:
 
     Attributes:
         lock: guards the stage, and the copies of the weights.
-        stage: what is in these.
+        stage: word for what is in these copies.
         error: why the thread has ended; None while it runs.
         was_left: the thread has ended because a rank left.
     """

@@ -184,7 +184,7 @@ def summary(failures: Mapping[int, Any], folder: str) -> str:
     """Which rank was the cause, with its own traceback, a line for each other rank, and where to read more.
 
     Args:
-        failures: by global rank a ``ProcessFailure`` of ``torch.distributed.elastic``.
+        failures: a ``ProcessFailure`` of ``torch.distributed.elastic`` by global rank.
         folder: folder with the flight records, where full tracebacks and the summary are written, too.
     """
     told = {rank: _facts(failure) for rank, failure in failures.items()}

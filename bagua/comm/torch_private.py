@@ -97,7 +97,7 @@ def gloo_options(timeout: timedelta, hosts: int, *, lazy: bool = False) -> Any:
     Args:
         timeout: default deadline of its calls.
         hosts: number of hosts on which its ranks live.
-        lazy: whether it connects when it is first used.
+        lazy: True if it connects when it is first used.
     """
     gloo = dist.ProcessGroupGloo
     devices = [gloo.create_device(interface=name, lazy_init=lazy) for name in env.gloo_interfaces()]

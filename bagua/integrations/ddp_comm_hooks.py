@@ -191,7 +191,7 @@ class HookState:
 
     Attributes:
         step: backward passes whose gradients were exchanged.
-        name: what sums the gradients, with all options: saved states belong to it.
+        name: name of the algorithm that sums the gradients, with all options: saved states belong to it.
 
     Raises:
         UnsupportedAlgorithmException: there is no such algorithm.

@@ -220,7 +220,7 @@ class Closing:
         self._over: deque[str] = deque()
 
     def close(self, epoch: Epoch, exchange: int, *, counts: bool) -> bool:
-        """Whether the exchange counts, for all members of ``epoch`` or for nobody: ``counts``, if no other came first.
+        """Whether the exchange counts, for all members of ``epoch`` or for none: ``counts``, if no other came first.
 
         Raises:
             StoreLostError: the store does not answer. It may be decided all the same.
@@ -367,7 +367,7 @@ class Counterparts:
             group.abort(why, seat)
 
     def _counts(self, epoch: Epoch, number: int) -> bool:
-        """Whether all that an exchange needs is in the bucket, or may be: then nobody has to come for it."""
+        """Whether all that an exchange needs is in the bucket, or may be: then no member has to come for it."""
         if self.closing is None:
             return False
         try:

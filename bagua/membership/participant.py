@@ -107,7 +107,7 @@ class Participant:
         return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange"
 
     def _refuse_leftovers(self, epoch: Epoch) -> None:
-        """A bucket keeps what a run leaves that was killed: who finds that comes to nobody, and is told whose it is."""
+        """A bucket keeps what a killed run leaves. An island that finds it comes alone, and is told whose it is."""
         roster = self._state.roster
         others = [seat for seat in epoch.members if seat != self._state.seat]
         if set(others) - roster.gone(-1).keys():

@@ -37,7 +37,7 @@ class RankWatch:
 
     Attributes:
         others: the last beats of the other ranks that were read.
-        readings: what this rank had waited up to moments, lately, oldest first.
+        readings: seconds that this rank had waited at the latest moments, oldest first.
     """
 
     def __init__(self, recorder: Recorder, place: Place, beats: Beats) -> None:

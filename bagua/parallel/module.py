@@ -140,8 +140,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The plain module behind ``model``: weights, buffers and submodules are the same objects, without the engine.
 
     Args:
-        model: what ``with_bagua``, ``bagua_init`` or ``DistributedDataParallel`` returned; a plain module is returned
-            as it is.
+        model: model that ``with_bagua``, ``bagua_init`` or ``DistributedDataParallel`` returned; a plain module is
+            returned as it is.
 
     Example:
         >>> import bagua.comm

@@ -33,7 +33,7 @@ def check_has_anchor(exchange: Exchange) -> tuple[State, ...]:
     """Refuse to step an anchor where there is none; return what is remembered where it is.
 
     Raises:
-        ConfigurationError: what is sent is no difference.
+        ConfigurationError: ``exchange`` sends no difference.
     """
     what = exchange.what
     if what is None or "anchor" not in what.reads:

@@ -33,7 +33,7 @@ class LocalUpdates(ByHost):
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``: hosts then train alone, each
             as one rank would, and one rank of each takes part in the exchanges between them. None: ranks train alone.
         pace: ``equal``: all make ``sync_every`` steps. ``own``, between islands: the fastest island makes so many, and
-            the others those that they can make meanwhile, so that nobody waits; what each has learned counts by the
+            the others those that they can make meanwhile, so that no island waits; what each has learned counts by the
             tokens, or steps, behind it. See ``bagua.membership``.
 
     Raises:

@@ -41,7 +41,7 @@ class AwaitedCall(NamedTuple):
         sequence: number of the collective there; 0 for a call between two ranks.
         peers: ranks that the call needs.
         text: the call in words.
-        agreement: what all ranks of the collective must agree on, in numbers; empty for a call between two ranks.
+        agreement: numbers on which all ranks of the collective must agree; empty for a call between two ranks.
     """
 
     where: str
@@ -79,7 +79,7 @@ def stuck(reports: Mapping[int, Standstill]) -> list[int]:
     """The ranks that never go on: all their calls wait for one of them.
 
     Args:
-        reports: of ranks that stand still, at one moment.
+        reports: reports of ranks that stand still, at one moment.
 
     Example:
         >>> begun = {"a": 0, "b": 0}

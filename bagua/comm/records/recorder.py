@@ -172,7 +172,7 @@ class Statistics:
         waits: seconds that this rank has waited for each other one that came last, by global rank.
         lasts: how often each of them came last, and late; those that come together share a call.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
-        aside: True if no thread that computes stands still for its calls, so that nobody is late for them.
+        aside: True if no thread that computes stands still for its calls, so that no rank is late for them.
     """
 
     __slots__ = ("_busy_until", "_sums", "_totals", "aside", "gauges", "lasts", "place", "recent", "recorder", "waits")

@@ -6,7 +6,7 @@
   allreduce has an owner for each slice: a member transfers about twice its tensor, however many there are.
 * The name of an object holds a digest of what its owner called: who calls something else is found when others wait.
 * A member deletes what it has put before a call in which all wait for all, once it has got all of that call: then
-  nobody reads the older objects any more.
+  no rank reads the older objects any more.
 """
 
 from __future__ import annotations

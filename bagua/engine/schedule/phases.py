@@ -30,7 +30,7 @@ class Phases:
         exchanges: exchanges that are made in the phase; none before the first is entered.
         between_steps: True if ranks exchange between steps in it.
         follows_gradients: True if something happens in it as gradients arrive.
-        ending: what is said when training ends.
+        ending: tells the user when ranks end with weights of their own.
     """
 
     def __init__(self, size: int, grad_scaler: torch.amp.GradScaler | None = None) -> None:

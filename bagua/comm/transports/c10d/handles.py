@@ -60,7 +60,7 @@ class C10dHandle(Handle):
         kept: tensors that must live until the call is complete.
 
     Attributes:
-        call: what was started; None if that is not known.
+        call: call that was started; None if that is not known.
     """
 
     __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "call")
