@@ -41,7 +41,7 @@ class Call(NamedTuple):
     Attributes:
         kind: one of ``COLLECTIVES`` or ``POINT_TO_POINT``.
         dtype: dtype of the elements, as the user gave it.
-        numel: elements of one rank's share (see ``comm/transports/base.py``); 0 for ``barrier``.
+        numel: elements of one rank's share (see ``comm/transports/contract.py``); 0 for ``barrier``.
         reduction: ``sum``, ``avg``, ...; empty where nothing is reduced.
         root: root, destination or peer; -1 where there is none, and for ``recv`` from any rank.
         source: for ``sendrecv`` the rank received from; otherwise -1.
