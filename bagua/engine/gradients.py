@@ -118,23 +118,26 @@ class Arrival:
         waiting: slots whose gradients are there, and not yet in the bucket.
     """
 
-    __slots__ = ("_factor", "_has_large", "_small", "bucket", "fusion", "pending", "scale", "slots", "waiting")
+    __slots__ = (
+        *("_factor", "_has_large", "_small", "_small_bytes", "bucket"),
+        *("fusion", "pending", "scale", "slots", "waiting"),
+    )
 
     def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
-        gathers = gathers and bucket.gradients is not None
-        views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
+        flat = bucket.gradients if gathers else None
+        views: Sequence[torch.Tensor | None] = [None] * len(bucket.names) if flat is None else bucket.gradient_views
         self.bucket = bucket
         self.slots = [
             Slot(name, parameter, self, view)
             for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
         ]
+        # A gradient that stays where it is may be of a wider dtype (``grad_dtype``): multiply it before it is rounded.
+        self._small_bytes = small_bytes = _SMALL_BYTES if bucket.fusion else -1
+        places = zip(self.slots, bucket.offsets, (*bucket.offsets[1:], bucket.numel), strict=True)
+        small = _runs([(first, stop) for slot, first, stop in places if slot.nbytes <= small_bytes])
         #: The parts of the flat gradients that hold small ones.
-        self._small: list[torch.Tensor] = []
-        if gathers and bucket.gradients is not None:
-            ends = zip(self.slots, bucket.offsets, (*bucket.offsets[1:], bucket.numel), strict=True)
-            parts = [(first, stop) for slot, first, stop in ends if slot.nbytes <= _SMALL_BYTES]
-            self._small = [bucket.gradients[first:stop] for first, stop in _runs(parts)]
-        self._has_large = any(slot.nbytes > _SMALL_BYTES for slot in self.slots)
+        self._small = [] if flat is None else [flat[first:stop] for first, stop in small]
+        self._has_large = any(slot.nbytes > small_bytes for slot in self.slots)
         self.pending = len(self.slots)
         self.fusion = bucket.fusion
         self.scale: torch.Tensor | None = None
@@ -183,7 +186,7 @@ class Arrival:
             return
         for slot, view, gradient in zip(slots, views, gradients, strict=True):
             assert view is not None
-            if slot.nbytes > _SMALL_BYTES:
+            if slot.nbytes > self._small_bytes:
                 torch.mul(gradient, scale, out=view)
             else:
                 view.copy_(gradient)

@@ -522,9 +522,9 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
     assert gathered == [["1.weight", "1.bias", "2.weight", "2.bias"]] * 2
 
 
-@given(st.lists(st.sampled_from([1, 17, 4096, 5000]), min_size=1, max_size=6), st.data())
-def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, data):
-    bucket = _bucket(*sizes)
+@given(st.lists(st.sampled_from([1, 17, 4096, 5000]), min_size=1, max_size=6), st.booleans(), st.data())
+def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, fusion, data):
+    bucket = _bucket(*sizes, fusion=fusion)
     bucket.allocate_gradients()
     arrival = Arrival(bucket, gathers=True)
     arrival.begin(0.3)
@@ -535,8 +535,22 @@ def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, data
     for arrival.waiting, arrival.pending in ((slots[:cut], len(sizes) - cut), (slots[cut:], 0)):
         arrival.gather()
     for slot, gradient in zip(arrival.slots, gradients, strict=True):
-        assert slot.parameter.grad is slot.view
+        assert not fusion or slot.parameter.grad is slot.view
         assert torch.equal(slot.view, gradient * torch.tensor(0.3))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason=f"torch {torch.__version__} has no grad_dtype")
+def test_a_gradient_of_a_wider_dtype_is_multiplied_before_it_is_rounded():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    parameter.grad_dtype = torch.float32
+    bucket = Bucket(0, ["weight"], [parameter], solo_group().global_communicator, fusion=False)
+    bucket.allocate_gradients()
+    arrival = Arrival(bucket, gathers=True)
+    arrival.begin(0.5)
+    parameter.grad = torch.tensor([80_000.0, 2.0])
+    arrival.waiting, arrival.pending = [*arrival.slots], 0
+    arrival.gather()
+    assert arrival.slots[0].view.tolist() == [40_000.0, 1.0]
 
 
 class Last(torch.autograd.Function):
