@@ -296,6 +296,7 @@ class Intake:
     def reduced(self, tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, Finish, str]:
         """Like ``in_place``, and the name of the reduction; of a bool tensor its bytes, and what reduces them."""
         self.check(tensor, "tensor")
+        # In each call: the common case is seen here, without the calls that see it, too.
         plain, finish = (tensor, None) if is_plain(tensor) else writable(tensor, "tensor", keep=True)
         dtype = tensor.dtype
         reduction = _LEGAL.get((id(op), dtype)) or reduction_name(op, dtype)

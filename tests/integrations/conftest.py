@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     ranks = ProcessRanks(2, deadline_s=getattr(request.module, "DEADLINE_S", 240.0))
     ranks.take_report = said.put
     end = ThreadPoolExecutor(1).submit(ranks.run, do_jobs, port, request.module.BEGIN)
-    end.add_done_callback(lambda _: said.put({}))  # For whoever waits.
+    end.add_done_callback(lambda _: said.put({}))  # A test that waits for a report goes on.
 
     def run(job: Any, size: int) -> list[Any]:
         store.set(f"job {next(numbers)}", pickle.dumps(job))
@@ -44,4 +44,4 @@ def pair(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
 
     yield SimpleNamespace(run=run)
     store.set(f"job {next(numbers)}", pickle.dumps(None))
-    end.exception()
+    end.result()  # It raises what no test has seen, too.

@@ -329,7 +329,7 @@ class MemoryTransport(LanesTransport):
     def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = _new_deadline((time.perf_counter() + timeout_s, timeout_s))
-        lanes = _lanes(call, self.rank) if call.kind in POINT_TO_POINT else _COLLECTIVES
+        lanes = _lanes(call, self.rank)
         order = self._order(call) if self._wildcards or (call.root < 0 and lanes is not _COLLECTIVES) else ()
         if not (asynchronous or order) and (not self._lanes.latest or self._lanes.idle(*lanes)):
             if not self._lanes.shared:
@@ -563,6 +563,8 @@ _COLLECTIVES: tuple[Lane, ...] = (COLLECTIVE,)
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
+    if call.kind not in POINT_TO_POINT:
+        return _COLLECTIVES
     if call.kind != "sendrecv":
         return ((call.kind, call.root),)
     if call.root == rank:
