@@ -16,13 +16,20 @@ import torch
 
 from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
-from bagua.engine.buckets.registration import require_outside, warn_of_accumulation, warn_of_unseen
-from bagua.engine.gradients import has_finite_gradients, optimizers_of, refuse_graph, sentinels_of, stepped_by
+from bagua.engine.buckets.registration import (
+    has_finite_gradients,
+    optimizers_of,
+    require_outside,
+    sentinels_of,
+    stepped_by,
+    warn_of_accumulation,
+    warn_of_unseen,
+)
 from bagua.engine.joining import Joining
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.lanes import nothing
 from bagua.engine.wrapping import SWITCH, Wrapping
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, do_not_compile, when_backward_ends
 
 _log = logging.getLogger("bagua")
@@ -65,19 +72,15 @@ def _remove(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-class Pass:
-    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors.
-
-    So a step that an error leaves half-way is noticed at once.
-    """
-
-    __slots__ = ("__weakref__", "_complete")
-
-    def __init__(self, complete: Callable[[Pass], None]) -> None:
-        self._complete = complete
-
-    def __call__(self) -> None:
-        self._complete(self)
+def _refuse_graph(_: torch.nn.Parameter) -> None:
+    """Refuse a gradient that has a graph of its own."""
+    raise ConfigurationError(
+        "gradients with a graph of their own cannot be put into a bucket",
+        argument="create_graph",
+        expected="backward(create_graph=False)",
+        seen=True,
+        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
+    )
 
 
 class BackwardHooks:
@@ -89,7 +92,7 @@ class BackwardHooks:
     Attributes:
         before_step: calls that ranks make together before each step, beside what the engine does.
         accumulates: True if the next backward pass only accumulates gradients, whatever its forward was.
-        current: the backward pass that is under way.
+        current: what autograd calls at the end of the backward pass that is under way; None between passes.
         take: function that gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
         closed: True once ``close`` was called.
@@ -107,7 +110,8 @@ class BackwardHooks:
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
-        self.current: weakref.ref[Pass] | None = None
+        self.current: weakref.ref[Callable[[], object]] | None = None
+        self._passes = 0
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
         self._arrivals: list[torch.nn.Parameter] = []
@@ -295,9 +299,11 @@ class BackwardHooks:
 
     def begin(self) -> None:
         """The first sign of a backward pass."""
-        current = Pass(self._complete)
-        when_backward_ends(current)
-        self.current = weakref.ref(current, self._died)
+        # Autograd holds the only strong reference, and drops it when an error ends the pass: that is noticed at once.
+        self._passes += 1
+        ends = partial(self._complete, self._passes)
+        when_backward_ends(ends)
+        self.current = weakref.ref(ends, self._died)
         if self._recorder.trace is not None:
             self._show("backward pass")
         if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
@@ -317,7 +323,7 @@ class BackwardHooks:
             self.reducer.give_up(error)
             raise
         if take is not None:
-            self.take = refuse_graph if torch.is_grad_enabled() else take
+            self.take = _refuse_graph if torch.is_grad_enabled() else take
             return
         self.take = self._arrivals.append
         if self._sentinels is not None and not accumulates(self.trained):
@@ -327,8 +333,9 @@ class BackwardHooks:
                 for parameter in self.trained
             ]
 
-    def _complete(self, ended: Pass) -> None:
-        if self.current is None or self.current() is not ended:
+    def _complete(self, number: int) -> None:
+        """The backward pass of this number is over."""
+        if self.current is None or number != self._passes:
             return
         phases = self.reducer.phases
         step = phases.step
@@ -403,7 +410,7 @@ class BackwardHooks:
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.trained if parameter.grad is not None]
 
-    def _died(self, _: weakref.ref[Pass]) -> None:
+    def _died(self, _: object) -> None:
         """Autograd gave the backward pass up, because of an error in it.
 
         The other ranks make this step, and wait. Did this rank go on, its next steps would meet their earlier ones.

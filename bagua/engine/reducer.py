@@ -229,8 +229,8 @@ class Reducer:
             if value is None:
                 raise not_formed()
             return value
-        slot = self.scheduler.slots[id(param)]
-        return slot.parameter.detach() if slot.view is None else slot.view
+        bucket, position = self.scheduler.slots[id(param)]
+        return bucket.gradient_views[position] if bucket.gathers else bucket.parameters[position].detach()
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
@@ -333,8 +333,8 @@ class Reducer:
             if missing and not find_unused:
                 if len(missing) == len(scheduler.slots):
                     return
-                raise unused({self.group.rank: [slot.name for slot in missing]})
-            without = {slot.name for slot in scheduler.fill_missing(missing)} if missing else set()
+                raise unused({self.group.rank: [bucket.names[position] for bucket, position in missing]})
+            without = scheduler.fill_missing(missing) if missing else set()
             scheduler.complete()
             if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
                 formation.restore_unused(without)

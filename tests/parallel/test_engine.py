@@ -27,7 +27,6 @@ from bagua.buckets import Bucket, form_buckets, padded_numel
 from bagua.comm import ProcessGroup, RankKilled, solo_group
 from bagua.engine.buckets.registration import Registration
 from bagua.engine.formation import Formation
-from bagua.engine.gradients import Arrival
 from bagua.engine.hooks import tensors_in
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule import lanes, scheduler
@@ -525,18 +524,17 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
 @given(st.lists(st.sampled_from([1, 17, 4096, 5000]), min_size=1, max_size=6), st.booleans(), st.data())
 def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, fusion, data):
     bucket = _bucket(*sizes, fusion=fusion)
-    bucket.allocate_gradients()
-    arrival = Arrival(bucket, gathers=True)
-    arrival.begin(0.3)
-    gradients = [torch.randn(size) for size in sizes]
-    for slot, gradient in zip(arrival.slots, gradients, strict=True):
-        slot.parameter.grad = slot.view.copy_(gradient) if data.draw(st.booleans()) else gradient.clone()
-    slots, cut = data.draw(st.permutations(arrival.slots)), data.draw(st.integers(0, len(sizes) - 1))
-    for arrival.waiting, arrival.pending in ((slots[:cut], len(sizes) - cut), (slots[cut:], 0)):
-        arrival.gather()
-    for slot, gradient in zip(arrival.slots, gradients, strict=True):
-        assert not fusion or slot.parameter.grad is slot.view
-        assert torch.equal(slot.view, gradient * torch.tensor(0.3))
+    bucket.follow_gradients(gather=True)
+    bucket.begin_backward(0.3)
+    views, gradients = bucket.gradient_views, [torch.randn(size) for size in sizes]
+    for parameter, view, gradient in zip(bucket.parameters, views, gradients, strict=True):
+        parameter.grad = view.copy_(gradient) if data.draw(st.booleans()) else gradient.clone()
+    order, cut = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(0, len(sizes) - 1))
+    for bucket.waiting, bucket.pending in ((order[:cut], len(sizes) - cut), (order[cut:], 0)):
+        bucket.gather_waiting()
+    for parameter, view, gradient in zip(bucket.parameters, views, gradients, strict=True):
+        assert not fusion or parameter.grad is view
+        assert torch.equal(view, gradient * torch.tensor(0.3))
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason=f"torch {torch.__version__} has no grad_dtype")
@@ -544,13 +542,12 @@ def test_a_gradient_of_a_wider_dtype_is_multiplied_before_it_is_rounded():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad_dtype = torch.float32
     bucket = Bucket(0, ["weight"], [parameter], solo_group().global_communicator, fusion=False)
-    bucket.allocate_gradients()
-    arrival = Arrival(bucket, gathers=True)
-    arrival.begin(0.5)
+    bucket.follow_gradients(gather=True)
+    bucket.begin_backward(0.5)
     parameter.grad = torch.tensor([80_000.0, 2.0])
-    arrival.waiting, arrival.pending = [*arrival.slots], 0
-    arrival.gather()
-    assert arrival.slots[0].view.tolist() == [40_000.0, 1.0]
+    bucket.waiting, bucket.pending = [0], 0
+    bucket.gather_waiting()
+    assert bucket.gradient_views[0].tolist() == [40_000.0, 1.0]
 
 
 class Last(torch.autograd.Function):

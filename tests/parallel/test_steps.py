@@ -13,7 +13,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import Algorithm, DifferenceMix, Flight, LowPrecisionDecentralizedAlgorithm, TopKAlgorithm
 from bagua.comm import ProcessGroup
-from bagua.engine.gradients import has_finite_gradients
+from bagua.engine.buckets.registration import has_finite_gradients
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import with_bagua
 from tests.algorithms.stacked import Anchored

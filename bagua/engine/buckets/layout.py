@@ -130,22 +130,6 @@ def twice(name: str) -> ConfigurationError:
     )
 
 
-def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
-    """The error for a gradient that cannot be put into a bucket."""
-    if gradient is None:
-        seen, advice = "None", "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
-    else:
-        seen = str(gradient.layout)
-        advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
-    return ConfigurationError(
-        f"the gradient of {name} cannot be put into a bucket",
-        argument="module",
-        expected="a dense gradient",
-        seen=seen,
-        advice=advice,
-    )
-
-
 def not_formed() -> ConfigurationError:
     """The error for a step before there are buckets."""
     return ConfigurationError(

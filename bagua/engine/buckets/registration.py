@@ -1,4 +1,4 @@
-"""Which parameters of a module are trained together, and whether that is still so."""
+"""Which parameters of a module are trained together, whether that is still so, and which optimizers step them."""
 
 from __future__ import annotations
 
@@ -334,11 +334,60 @@ def checked_model(
     return model
 
 
+def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` has gradients to step with, and none of them has an Inf or NaN."""
+    given = [one.grad for one in stepped_by(optimizer) if one.grad is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in given]
+    gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
+    if not gradients:
+        return bool(given)
+    # The usual norm takes a twentieth of the time that the largest element takes on the CPU, but it may overflow.
+    norms = torch._foreach_norm  # noqa: SLF001 - as in clip_grad_norm_
+    return _are_finite(norms(gradients)) or _are_finite(norms(gradients, float("inf")))
+
+
+def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
+    # One look at the device for all of them, in a dtype that holds what each of theirs does.
+    together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    return bool(together.isfinite().all())
+
+
+def optimizers_of(
+    optimizers: Sequence[torch.optim.Optimizer], arrived: Collection[torch.Tensor]
+) -> Sequence[torch.optim.Optimizer]:
+    """Those of ``optimizers`` that step one of the parameters ``arrived``; all, if none does."""
+    came = set(map(id, arrived))
+    found = [one for one in optimizers if not came.isdisjoint(id(each) for each in stepped_by(one))]
+    return found or optimizers
+
+
+def sentinels_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained: Collection[torch.nn.Parameter],
+    arrived: Collection[torch.nn.Parameter],
+) -> tuple[torch.nn.Parameter, ...]:
+    """One parameter of each optimizer, whose gradient tells of a pass: one that has ``arrived``, if one has.
+
+    For phases without an exchange of gradients.
+    """
+    ours, came = set(trained), set(arrived)
+    found: dict[torch.nn.Parameter, None] = {}
+    for optimizer in optimizers:
+        own = [one for one in stepped_by(optimizer) if one in ours]
+        found.update(dict.fromkeys([one for one in own if one in came][-1:] or own[-1:]))
+    return tuple(found)
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of all groups of ``optimizer``."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 def warn_of_strangers(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Say which optimizers step nothing of ``module``: it would train without ever changing."""
     own = set(map(id, module.parameters()))
     for place, optimizer in enumerate(optimizers):
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = stepped_by(optimizer)
         if stepped and own.isdisjoint(map(id, stepped)):
             _log.warning(
                 "optimizer %d (%s) steps no parameter of this model. Was the model copied, or its layers replaced, "

@@ -13,7 +13,6 @@ import torch
 from bagua.algorithms import OF_BUCKETS, Exchange, Flight, Model, Then
 from bagua.buckets import Bucket
 from bagua.comm import Communicator
-from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.lanes import Lane, nothing, shown
 from bagua.engine.state.saving import key_of, paste, propose_again
 from bagua.errors import BaguaError
@@ -184,7 +183,7 @@ class Course:
         """Send what the bucket holds now."""
         flight, what, lane = self._flight(clock), self.exchange.what, self.lane
         if self._gathers:
-            _gather(self.bucket, flight.scale)
+            self.bucket.gather_gradients(flight.scale)
         if self._delays:
             flight.delay()
         elif what is not None:
@@ -331,14 +330,6 @@ def put_together(courses: Sequence[Course]) -> list[Course]:
         if leader is not one:
             leader.others.append(one)
     return list(first.values())
-
-
-def _gather(bucket: Bucket, factor: float) -> None:
-    """Put the gradients of parts that do not lie where gradients arrive together."""
-    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise unusable(name, parameter.grad)
-    bucket.gather_gradients(factor)
 
 
 def _ask(communicator: Communicator, flags: list[bool]) -> None:

@@ -13,7 +13,6 @@ from bagua.algorithms import OF_BUCKETS, OF_GRADIENTS, POINTS, Exchange, Flight,
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.layout import twice
-from bagua.engine.gradients import Arrival, Slot
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.courses import Clock, Course, follows_gradients, gathers, memory_for, put_together
 from bagua.engine.schedule.lanes import Lane, ModelLanes, nothing
@@ -58,7 +57,7 @@ class Scheduler:
         formed: True if exchanges are executed in the buckets.
         courses: the exchanges of the phase, in each bucket.
         fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
-        slots: slots, by ``id`` of the parameter.
+        slots: bucket of each parameter, and its position there, by ``id`` of the parameter.
         launched: buckets that are ready in the backward pass that is under way.
         active: True if a synchronized backward pass is under way.
         clock: the step under way, or the last one in which something was done.
@@ -150,10 +149,11 @@ class Scheduler:
         self._scales = [
             (one, one.gathering_scale) for one in self._gathering if one.part == 0 and one.gathering_scale is not None
         ]
-        self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in self.buckets]
-        self._awaited = self._arrivals if follows_gradients(exchanges) else []
-        self._unfused = [arrival.bucket for arrival in self._arrivals if not arrival.fusion]
-        self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
+        for bucket in self.buckets:
+            bucket.follow_gradients(gather=bool(self._gathering))
+        self._awaited = self.buckets if follows_gradients(exchanges) else []
+        self._unfused = [bucket for bucket in self.buckets if not bucket.fusion]
+        self.slots = {id(one): (bucket, at) for bucket in self.buckets for at, one in enumerate(bucket.parameters)}
         self.launched = 0
         self.active = False
         self.clock = Clock()
@@ -170,12 +170,10 @@ class Scheduler:
     def leave(self) -> None:
         """Leave no exchange owed or under way, and give threads back, and the buckets: their memory is large.
 
-        Arrivals and slots know each other. Collective.
+        Collective.
         """
         self.flush()
         self.lanes.stop()
-        for arrival in self._arrivals:
-            arrival.slots.clear()
         self.slots.clear()
 
     def once(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions, clock: Clock) -> None:
@@ -335,25 +333,24 @@ class Scheduler:
         for course in self._sometimes:
             course.begin(clock)
         factor = next((scale for course, scale in self._scales if course.due), 1.0) if self._scales else 1.0
-        for arrival in self._awaited:
-            arrival.begin(factor)
+        for bucket in self._awaited:
+            bucket.begin_backward(factor)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Take the gradient of ``parameter``; if it was the last one of its bucket, the bucket is ready.
 
         Runs once for each parameter in each step, so it is written for speed.
         """
-        slot = self.slots[id(parameter)]
-        if slot.ready == self._backward:
-            raise twice(slot.name)
-        slot.ready = self._backward
-        arrival = slot.arrival
-        arrival.pending -= 1
-        if slot.view is not None:
-            arrival.waiting.append(slot)
-            if slot.closes or arrival.pending == 0:
-                arrival.gather()
-        if arrival.pending == 0 or not self._begun:
+        bucket, position = self.slots[id(parameter)]
+        if bucket.came[position] == self._backward:
+            raise twice(bucket.names[position])
+        bucket.came[position] = self._backward
+        bucket.pending -= 1
+        if bucket.gathers:
+            bucket.waiting.append(position)
+            if bucket.closes[position] or bucket.pending == 0:
+                bucket.gather_waiting()
+        if bucket.pending == 0 or not self._begun:
             self.launch_ready()
 
     def launch_ready(self, *, everything: bool = False) -> None:
@@ -364,8 +361,8 @@ class Scheduler:
             if not self._begun:
                 self._begun = True
                 self._reach("backward begins", self.clock)
-            while self.launched < len(self._arrivals) and self._arrivals[self.launched].pending == 0:
-                if self.launched == len(self._arrivals) - 1 and self._holds_last(everything):
+            while self.launched < len(self.buckets) and self.buckets[self.launched].pending == 0:
+                if self.launched == len(self.buckets) - 1 and self._holds_last(everything):
                     return
                 self.launched += 1
                 for agenda in self._of_buckets[self.launched - 1]:
@@ -394,32 +391,26 @@ class Scheduler:
             while course.flights and course.flights[0].t + course.exchange.lag <= clock.t:
                 course.fold(clock)
 
-    def missing(self) -> list[Slot]:
-        """Parameters that have brought no gradient in this backward pass."""
+    def missing(self) -> list[tuple[Bucket, int]]:
+        """Parameters that have brought no gradient in this backward pass: their buckets, and their positions there."""
         return [
-            slot
-            for arrival in self._arrivals
-            if arrival.pending
-            for slot in arrival.slots
-            if slot.ready != self._backward
+            (bucket, position)
+            for bucket in self.buckets
+            if bucket.pending
+            for position, came in enumerate(bucket.came)
+            if came != self._backward
         ]
 
-    def fill_missing(self, missing: Sequence[Slot]) -> list[Slot]:
-        """Count missing gradients as zero; return the slots that had none."""
-        without = [slot for slot in missing if slot.parameter.grad is None]
-        for slot in without:
-            slot.ready = self._backward
-            slot.arrival.pending -= 1
-            if slot.view is not None:
-                slot.view.zero_()
-                if slot.arrival.fusion:
-                    slot.parameter.grad = slot.view
-                if slot.arrival.pending == 0:
-                    slot.arrival.gather()
-        for slot in missing:
-            if slot.ready != self._backward:  # accumulated before, without synchronization
-                self.take(slot.parameter)
-        return without
+    def fill_missing(self, missing: Sequence[tuple[Bucket, int]]) -> set[str]:
+        """Count missing gradients as zero; return the names of the parameters that had none."""
+        without = [one for one in missing if one[0].parameters[one[1]].grad is None]
+        for bucket, position in without:
+            bucket.came[position] = self._backward
+            bucket.zero_gradient(position)
+        for bucket, position in missing:
+            if bucket.came[position] != self._backward:  # accumulated before, without synchronization
+                self.take(bucket.parameters[position])
+        return {bucket.names[position] for bucket, position in without}
 
     def complete(self) -> None:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
