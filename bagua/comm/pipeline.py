@@ -264,10 +264,10 @@ class CallPipeline:
         """
         if spent is None:
             spent = blocked_s = ended - record.begun
-        if self._arrivals is not None and record.call.kind not in POINT_TO_POINT:
+        if self._arrivals is not None:
             sequence = record.call.sequence
             number, waited_s, last = self._arrivals[sequence % ARRIVALS_LENGTH]
-            if number == sequence:
+            if number == sequence and record.call.kind not in POINT_TO_POINT:
                 ranks = self._ranks
                 record.waited_s, record.waited_for = waited_s, tuple([ranks[member] for member in last])
         if not self._shared:

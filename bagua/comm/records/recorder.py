@@ -80,7 +80,7 @@ RECORDS_LENGTH = 64
 HISTORY_LENGTH = 16
 #: Who comes last is late if it is waited for so large a part of the time from the end of one call to that of the next.
 LATE_SHARE = 0.02
-_NOTHING = (0, 0.0, 0, 0)
+_NOTHING = (0, 0.0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class Place(NamedTuple):
@@ -175,18 +175,16 @@ class Statistics:
         aside: True if no thread that computes stands still for its calls, so that no rank is late for them.
     """
 
-    __slots__ = ("_busy_until", "_sums", "_totals", "aside", "gauges", "lasts", "place", "recent", "recorder", "waits")
+    __slots__ = ("_busy_until", "_totals", "aside", "gauges", "lasts", "place", "recent", "recorder", "waits")
 
     def __init__(self, place: Place, recorder: Recorder | None = None) -> None:
-        #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
-        #: Threads read all at once.
-        self._totals: dict[str, tuple[int, float, int, int]] = {}
+        #: By kind: calls, seconds inside of them, bytes, bytes sent (0 for even kinds, where they follow from the
+        #: bytes), and the three times of ``CallTimes``. Threads read all at once.
+        self._totals: dict[str, tuple[int, float, int, int, float, float, float]] = {}
         self._busy_until = 0.0
         self.place = place
         self.recorder = recorder or Recorder()
         self.recent: deque[CallRecord] = deque(maxlen=RECORDS_LENGTH)
-        #: Fields of ``times``. One plain value: threads read all at once, and each call makes one.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0)
         self.waits: dict[int, float] = {}
         self.lasts: dict[int, float] = {}
         self.gauges: dict[str, float] = {}
@@ -196,7 +194,11 @@ class Statistics:
     @property
     def times(self) -> CallTimes:
         """Seconds that its calls took."""
-        return CallTimes(*self._sums)
+        found = CallTimes()
+        for kind, (calls, *_, time_s, exposed_s, waiting_s) in list(self._totals.items()):
+            of_collectives_s = 0.0 if self.aside or kind in POINT_TO_POINT else time_s
+            found = found.plus(CallTimes(time_s, exposed_s, waiting_s, of_collectives_s, calls))
+        return found
 
     def begin(self, call: Call, now: float) -> CallRecord:
         """A call is made."""
@@ -207,7 +209,7 @@ class Statistics:
         self.recent.append(record)
         return record
 
-    def end(self, record: CallRecord, ended: float, blocked_s: float, spent_s: float = 0.0) -> None:  # noqa: PLR0915
+    def end(self, record: CallRecord, ended: float, blocked_s: float, spent_s: float = 0.0) -> None:
         """Its result is there: count it.
 
         Args:
@@ -218,17 +220,15 @@ class Statistics:
         """
         recorder, call = self.recorder, record.call
         kind = call.kind
-        calls, before_s, volume, sent = self._totals.get(kind, _NOTHING)
+        calls, inside_s, volume, sent, time_s, exposed_s, waiting_s = self._totals.get(kind, _NOTHING)
         if kind in EVEN:
             volume += call.numel * call.dtype.itemsize
         else:
             volume += call.nbytes
             sent += sent_by(call, self.place.rank, len(self.place.ranks))
-        self._totals[kind] = (calls + 1, before_s + spent_s, volume, sent)
         record.ended, record.state = ended, "completed"
         if self.aside:
             record.waited_s, record.waited_for = 0.0, ()
-        time_s, exposed_s, waiting_s, of_collectives_s, calls = self._sums
         before = self._busy_until
         # In each call: a builtin takes twice as long as a comparison.
         begun = record.begun if record.begun > before else before  # noqa: FURB136
@@ -244,9 +244,7 @@ class Statistics:
             together = took - waited
             exposed_s += blocked_s if blocked_s < together else together  # noqa: FURB136
             time_s += took
-            if kind not in POINT_TO_POINT and not self.aside:
-                of_collectives_s += took
-        self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
+        self._totals[kind] = (calls + 1, inside_s + spent_s, volume, sent, time_s, exposed_s, waiting_s)
         if record.waited_for:
             self._blame(record, record.waited_s > LATE_SHARE * (ended - before))
         if recorder.trace is not None:
@@ -268,7 +266,7 @@ class Statistics:
             kind: KindStatistics(
                 calls, volume, sent_evenly(kind, volume, len(self.place.ranks)) if kind in EVEN else sent, seconds
             )
-            for kind, (calls, seconds, volume, sent) in list(self._totals.items())
+            for kind, (calls, seconds, volume, sent, *_) in list(self._totals.items())
         }
 
     def sent_bytes(self) -> int:

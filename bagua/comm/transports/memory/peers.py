@@ -83,6 +83,7 @@ class Peers(ABC):
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
+        self._peer_words = [words for other, words in enumerate(self._words) if other != rank]
         self._others = tuple(other for other in range(self.size) if other != rank)
 
     @abstractmethod
@@ -199,7 +200,7 @@ class Peers(ABC):
         own[_ARRIVED] = mine = own[_ARRIVED] + 1
         # Of two ranks that arrive last together, one must see the other and wake the rest.
         self.fence()
-        for line in words:
+        for line in self._peer_words:
             if line[_ARRIVED] < mine:
                 return mine
         self.wake_others()
@@ -219,7 +220,7 @@ class Peers(ABC):
         """
         last: tuple[int, ...] = ()
         looks = _LOOKS if spin_s else 0
-        for line in self._words:
+        for line in self._peer_words:
             while line[_ARRIVED] < mine:
                 looks -= 1
                 if looks < 0:

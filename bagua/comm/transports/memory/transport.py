@@ -329,8 +329,12 @@ class MemoryTransport(LanesTransport):
     def start(self, call: Call, source: Data, target: Data, timeout_s: float, asynchronous: bool) -> Handle:
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = _new_deadline((time.perf_counter() + timeout_s, timeout_s))
-        lanes = _lanes(call, self.rank)
-        order = self._order(call) if self._wildcards or (call.root < 0 and lanes is not _COLLECTIVES) else ()
+        lanes: tuple[Lane, ...] = _COLLECTIVES
+        order: Sequence[Wildcard] = ()
+        if call.kind in POINT_TO_POINT:
+            lanes = _lanes(call, self.rank)
+            if self._wildcards or call.root < 0:
+                order = self._order(call)
         if not (asynchronous or order) and (not self._lanes.latest or self._lanes.idle(*lanes)):
             if not self._lanes.shared:
                 self._run(call, source, target, deadline, lanes)
@@ -563,8 +567,7 @@ _COLLECTIVES: tuple[Lane, ...] = (COLLECTIVE,)
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
-    if call.kind not in POINT_TO_POINT:
-        return _COLLECTIVES
+    """Those that a call between two ranks runs in."""
     if call.kind != "sendrecv":
         return ((call.kind, call.root),)
     if call.root == rank:

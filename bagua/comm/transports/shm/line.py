@@ -331,6 +331,10 @@ class OwnLine(ControlLine):
         start = self.inline.address + self.inline_starts[slot]
         memmove(start, source.data_ptr(), source.nbytes)
         place = self._inline_places.get(source.dtype)
+        if place is self.places[slot] and call[:-1] == self.calls[slot][:-1]:  # Nothing else has changed.
+            self._numbers[slot][_SEQUENCE] = call[-1]
+            self.calls[slot] = call
+            return
         if place is None:
             place = self._inline_places[source.dtype] = Location(Where.INLINE, source.dtype)
         self.write(slot, call, place)

@@ -255,12 +255,14 @@ class ShmPeers(Peers):
 
     def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor] | None:
         """See ``Peers.copies``: straight from the control memory, where the lines that are alike have them."""
-        mine, parts = self._line, []
-        key, expected = (own.dtype, mine.inline_starts[slot], own.numel()), mine.comparable[slot]
-        for line in self._control_lines:
+        mine, parts = self._line, [own] * self.size
+        key = (mine.places[slot].dtype, mine.inline_starts[slot], mine.calls[slot].numel)
+        expected = mine.comparable[slot]
+        for other in self._others:
+            line = self._control_lines[other]
             if line.comparable[slot] != expected:
                 return None
-            parts.append(own if line is mine else line.inline.get(key))
+            parts[other] = line.inline.get(key)
         return parts
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
@@ -400,7 +402,7 @@ class ShmPeers(Peers):
             for channel in self._channels.values():
                 channel.disown()
         self.lines = ()
-        self._words = []
+        self._words = self._peer_words = []
 
 
 _log = logging.getLogger("bagua")
