@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ _TOGETHER_BYTES = 64 * 1024
 #: Up to here gradients are copied together, and multiplied together when the bucket is complete; a larger one is
 #: multiplied on its way.
 _SMALL_BYTES = 16 * 1024
+_gradient_of = operator.attrgetter("grad")
 
 
 def form_buckets(
@@ -235,7 +237,7 @@ class Bucket:
         self.gradients: torch.Tensor | None = None
         self.gradient_views: list[torch.Tensor] = []
         self.weights: torch.Tensor | None = None
-        self.follow_gradients(gather=False)
+        self.expect_gradients(gather=False)
 
     def _place(self) -> tuple[tuple[int, ...], int]:
         unit = TENSOR_ALIGNMENT_BYTES // math.gcd(TENSOR_ALIGNMENT_BYTES, self.dtype.itemsize)
@@ -276,7 +278,7 @@ class Bucket:
             self.gradient_views = self.views(self.gradients)
         return self.gradients
 
-    def follow_gradients(self, *, gather: bool) -> None:
+    def expect_gradients(self, *, gather: bool) -> None:
         """Count the gradients of each backward pass as they arrive, and put them into flat memory, if ``gather``."""
         self.gathers = gather
         self.came, self.closes = [-1] * len(self.names), [False] * len(self.names)
@@ -313,22 +315,22 @@ class Bucket:
     def gather_waiting(self) -> None:
         """Put the gradients that are waiting into flat memory. The last ones complete it: small ones are multiplied."""
         waiting, self.waiting = self.waiting, []
-        parameters, views = self.parameters, self.gradient_views
-        gradients: list[Any] = [parameters[position].grad for position in waiting]
+        parameters = list(map(self.parameters.__getitem__, waiting))
+        views = list(map(self.gradient_views.__getitem__, waiting))
         try:
-            self._copy_gradients(waiting, gradients)
+            self._copy_gradients(waiting, views, list(map(_gradient_of, parameters)))
         except (RuntimeError, TypeError):
             self._refuse_unusable(waiting)
             raise
         if self.fusion:
-            for position in waiting:
-                parameters[position].grad = views[position]
+            for parameter, view in zip(parameters, views, strict=True):
+                parameter.grad = view
         if self.pending == 0 and self._scale is not None:
             for part in self._small:
                 part.mul_(self._scale)
 
-    def _copy_gradients(self, positions: Sequence[int], gradients: list[Any]) -> None:
-        scale, views = self._scale, [self.gradient_views[position] for position in positions]
+    def _copy_gradients(self, positions: list[int], views: list[torch.Tensor], gradients: list[Any]) -> None:
+        scale = self._scale
         if scale is None or not self._has_large:
             if views:
                 torch._foreach_copy_(views, gradients)

@@ -524,7 +524,7 @@ def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_
 @given(st.lists(st.sampled_from([1, 17, 4096, 5000]), min_size=1, max_size=6), st.booleans(), st.data())
 def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, fusion, data):
     bucket = _bucket(*sizes, fusion=fusion)
-    bucket.follow_gradients(gather=True)
+    bucket.expect_gradients(gather=True)
     bucket.begin_backward(0.3)
     views, gradients = bucket.gradient_views, [torch.randn(size) for size in sizes]
     for parameter, view, gradient in zip(bucket.parameters, views, gradients, strict=True):
@@ -542,7 +542,7 @@ def test_a_gradient_of_a_wider_dtype_is_multiplied_before_it_is_rounded():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad_dtype = torch.float32
     bucket = Bucket(0, ["weight"], [parameter], solo_group().global_communicator, fusion=False)
-    bucket.follow_gradients(gather=True)
+    bucket.expect_gradients(gather=True)
     bucket.begin_backward(0.5)
     parameter.grad = torch.tensor([80_000.0, 2.0])
     bucket.waiting, bucket.pending = [0], 0

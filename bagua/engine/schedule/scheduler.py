@@ -150,7 +150,7 @@ class Scheduler:
             (one, one.gathering_scale) for one in self._gathering if one.part == 0 and one.gathering_scale is not None
         ]
         for bucket in self.buckets:
-            bucket.follow_gradients(gather=bool(self._gathering))
+            bucket.expect_gradients(gather=bool(self._gathering))
         self._awaited = self.buckets if follows_gradients(exchanges) else []
         self._unfused = [bucket for bucket in self.buckets if not bucket.fusion]
         self.slots = {id(one): (bucket, at) for bucket in self.buckets for at, one in enumerate(bucket.parameters)}
@@ -345,12 +345,12 @@ class Scheduler:
         if bucket.came[position] == self._backward:
             raise twice(bucket.names[position])
         bucket.came[position] = self._backward
-        bucket.pending -= 1
+        bucket.pending = pending = bucket.pending - 1
         if bucket.gathers:
             bucket.waiting.append(position)
-            if bucket.closes[position] or bucket.pending == 0:
+            if not pending or bucket.closes[position]:
                 bucket.gather_waiting()
-        if bucket.pending == 0 or not self._begun:
+        if not pending or not self._begun:
             self.launch_ready()
 
     def launch_ready(self, *, everything: bool = False) -> None:
