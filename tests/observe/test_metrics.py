@@ -60,6 +60,24 @@ def test_the_rank_that_comes_last_is_named_by_those_that_wait(thread_ranks, late
     assert min(waited_s for _, waited_s in outcomes) > 0.02
 
 
+def waited_in_turn() -> list[tuple[int, ...]]:
+    """A collective for which rank 0 waits, and a message with the same number."""
+    communicator, tensor = bagua.comm.get_default_group().global_communicator, torch.ones(4)
+    before = len(communicator.statistics.recent)
+    if communicator.rank == 1:
+        time.sleep(0.03)
+        communicator.allreduce(tensor)
+        communicator.send(tensor, 0)
+    else:
+        communicator.allreduce(tensor)
+        communicator.recv(tensor, 1)
+    return [record.waited_for for record in list(communicator.statistics.recent)[before:]]
+
+
+def test_a_message_is_not_what_a_collective_of_its_number_waited_for(thread_ranks):
+    assert thread_ranks(2, waited_in_turn)[0] == [(1,), ()]
+
+
 SAID = Reading(10.0, {}, 0.0)
 
 

@@ -54,6 +54,14 @@ def test_who_comes_last_is_late_only_if_that_matters(clock, statistics):
     assert statistics.recorder.lasts() == {1: 1.0, 2: 1.0}
 
 
+def test_calls_between_two_ranks_are_no_collectives(clock, statistics):
+    for kind in ("allreduce", "send"):
+        record = statistics.begin(call(1, kind), clock())
+        clock.return_value += 2.0
+        statistics.end(record, clock(), blocked_s=2.0)
+    assert statistics.times == CallTimes(4.0, 4.0, 0.0, 2.0, 2)
+
+
 def test_what_goes_on_beside_computing_is_hidden(clock, statistics):
     record = statistics.begin(call(1), clock())
     record.waited_s = 3.0
