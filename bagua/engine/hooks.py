@@ -281,7 +281,7 @@ class BackwardHooks:
         self._armed = synchronize = self.synchronize
         entered = partial(_tell, self._reference, BackwardHooks.enter, synchronize)
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
+            if not tensor.is_leaf:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
     # Backward.
