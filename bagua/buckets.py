@@ -142,22 +142,6 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def _unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
-    """The error for a gradient that cannot be put into a bucket."""
-    if gradient is None:
-        seen, advice = "None", "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
-    else:
-        seen = str(gradient.layout)
-        advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
-    return ConfigurationError(
-        f"the gradient of {name} cannot be put into a bucket",
-        argument="module",
-        expected="a dense gradient",
-        seen=seen,
-        advice=advice,
-    )
-
-
 @torch.no_grad()
 def write_finite(named: Mapping[str, torch.Tensor], means: Sequence[torch.Tensor]) -> None:
     """Make means the values of the tensors of these names, each that is finite: constants may be infinite."""
@@ -196,10 +180,10 @@ class Bucket:
         weights: flat memory of the weights, with ``fusion``; else None.
         communicator: provides memory that it can exchange without a copy.
         gathers: True if gradients are put into flat memory as they arrive in a backward pass.
-        came: number of the last backward pass that brought the gradient of each parameter; -1 if none did.
+        arrived_in: number of the backward pass in which the gradient of each parameter came last; -1 if it never did.
         pending: gradients that are still missing in this backward pass.
         waiting: positions of parameters whose gradients are there, and not yet in flat memory.
-        closes: whether gradients that are waiting are gathered when that of the parameter in this position comes.
+        gathers_at: whether what is waiting is gathered when the gradient of the parameter in this position comes.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -281,7 +265,7 @@ class Bucket:
     def expect_gradients(self, *, gather: bool) -> None:
         """Count the gradients of each backward pass as they arrive, and put them into flat memory, if ``gather``."""
         self.gathers = gather
-        self.came, self.closes = [-1] * len(self.names), [False] * len(self.names)
+        self.arrived_in, self.gathers_at = [-1] * len(self.names), [False] * len(self.names)
         self.pending = len(self.names)
         self.waiting: list[int] = []
         self._factor = 1.0
@@ -300,7 +284,7 @@ class Bucket:
         for position, nbytes in enumerate(sizes):  # Gradients come in this order, as a rule.
             together += nbytes
             if together > _TOGETHER_BYTES:
-                self.closes[position], together = True, 0
+                self.gathers_at[position], together = True, 0
 
     def begin_backward(self, factor: float) -> None:
         """A backward pass starts, whose gradients are multiplied by ``factor`` when they are gathered."""
@@ -355,8 +339,18 @@ class Bucket:
         """Refuse gradients that cannot be put into flat memory."""
         for position in positions:
             gradient = self.parameters[position].grad
-            if gradient is None or gradient.layout is not torch.strided:
-                raise _unusable(self.names[position], gradient)
+            if gradient is not None and gradient.layout is torch.strided:
+                continue
+            advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
+            if gradient is None:
+                advice = "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
+            raise ConfigurationError(
+                f"the gradient of {self.names[position]} cannot be put into a bucket",
+                argument="module",
+                expected="a dense gradient",
+                seen="None" if gradient is None else gradient.layout,
+                advice=advice,
+            )
 
     @torch.no_grad()
     def gather_gradients(self, factor: float = 1.0) -> None:

@@ -168,13 +168,9 @@ class Scheduler:
         self.rests_until = 0
 
     def leave(self) -> None:
-        """Leave no exchange owed or under way, and give threads back, and the buckets: their memory is large.
-
-        Collective.
-        """
+        """Leave no exchange owed or under way, and give threads back. Collective."""
         self.flush()
         self.lanes.stop()
-        self.slots.clear()
 
     def once(self, exchanges: Sequence[Exchange], model: Model, options: EngineOptions, clock: Clock) -> None:
         """Have ``exchanges`` made now, from start to fold, in this thread. They remember nothing. Collective."""
@@ -342,13 +338,13 @@ class Scheduler:
         Runs once for each parameter in each step, so it is written for speed.
         """
         bucket, position = self.slots[id(parameter)]
-        if bucket.came[position] == self._backward:
+        if bucket.arrived_in[position] == self._backward:
             raise twice(bucket.names[position])
-        bucket.came[position] = self._backward
+        bucket.arrived_in[position] = self._backward
         bucket.pending = pending = bucket.pending - 1
         if bucket.gathers:
             bucket.waiting.append(position)
-            if not pending or bucket.closes[position]:
+            if not pending or bucket.gathers_at[position]:
                 bucket.gather_waiting()
         if not pending or not self._begun:
             self.launch_ready()
@@ -397,18 +393,18 @@ class Scheduler:
             (bucket, position)
             for bucket in self.buckets
             if bucket.pending
-            for position, came in enumerate(bucket.came)
-            if came != self._backward
+            for position, number in enumerate(bucket.arrived_in)
+            if number != self._backward
         ]
 
     def fill_missing(self, missing: Sequence[tuple[Bucket, int]]) -> set[str]:
         """Count missing gradients as zero; return the names of the parameters that had none."""
         without = [one for one in missing if one[0].parameters[one[1]].grad is None]
         for bucket, position in without:
-            bucket.came[position] = self._backward
+            bucket.arrived_in[position] = self._backward
             bucket.zero_gradient(position)
         for bucket, position in missing:
-            if bucket.came[position] != self._backward:  # accumulated before, without synchronization
+            if bucket.arrived_in[position] != self._backward:  # accumulated before, without synchronization
                 self.take(bucket.parameters[position])
         return {bucket.names[position] for bucket, position in without}
 
