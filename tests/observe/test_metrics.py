@@ -17,7 +17,7 @@ from bagua.integrations import transformers
 from bagua.observe import CsvWriter
 from bagua.observe.straggler import Reading, latest_rank
 from tests.contract.algorithms import build, train
-from tests.harness import train_steps
+from tests.harness import train_steps, until
 from tests.membership import training as islands_of_threads
 
 ALWAYS = {
@@ -65,7 +65,8 @@ def waited_in_turn() -> list[tuple[int, ...]]:
     communicator, tensor = bagua.comm.get_default_group().global_communicator, torch.ones(4)
     before = len(communicator.statistics.recent)
     if communicator.rank == 1:
-        time.sleep(0.03)
+        until(lambda: communicator.awaited_by() == (0,))
+        time.sleep(0.03)  # It has come, and begins to wait.
         communicator.allreduce(tensor)
         communicator.send(tensor, 0)
     else:
