@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,23 +28,20 @@ def backward_pass() -> int:
     return number
 
 
-def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward pass that the calling thread is in adds to the gradient of one of ``parameters``.
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass that the calling thread is in adds to the gradient of ``parameter``; also at its end.
 
-    A pass of ``torch.autograd.grad`` adds to none. One inside, as that of a reentrant checkpoint, is not looked at.
+    A pass of ``torch.autograd.grad`` does not. One inside, as that of a reentrant checkpoint, is not looked at.
     """
     with torch.enable_grad():
-        for parameter in parameters:
-            function = parameter.view_as(parameter).grad_fn
-            assert function is not None
-            node = function.next_functions[0][0]
-            assert node is not None
-            try:
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # It is asked for by ``torch.autograd.grad``.
-                return False
-    return False
+        function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    node = function.next_functions[0][0]
+    assert node is not None
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # It is asked for by ``torch.autograd.grad``.
+        return False
 
 
 #: The ``DistributedDataParallel`` of torch whose forward pass runs, if one does; it may be another thread's.

@@ -115,7 +115,6 @@ class BackwardHooks:
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
         self._arrivals: list[torch.nn.Parameter] = []
-        self._listening: list[Any] = []
         #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
         self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
         self._sentinels_fail = self._told_of_unseen = False
@@ -326,12 +325,6 @@ class BackwardHooks:
             self.take = _refuse_graph if torch.is_grad_enabled() else take
             return
         self.take = self._arrivals.append
-        if self._sentinels is not None and not accumulates(self.trained):
-            # It does not look as if a gradient came: find out for this pass.
-            self._listening = [
-                parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
-                for parameter in self.trained
-            ]
 
     def _complete(self, number: int) -> None:
         """The backward pass of this number is over."""
@@ -340,7 +333,7 @@ class BackwardHooks:
         phases = self.reducer.phases
         step = phases.step
         try:
-            if self._is_step and (self.reducer.scheduler.formed or self._form_buckets()):
+            if self._is_step() and (self.reducer.scheduler.formed or self._form_buckets()):
                 self._complete_step()
             if phases.step != step:
                 self._recorder.stepped(phases.step)
@@ -359,16 +352,16 @@ class BackwardHooks:
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
         self._arrivals.clear()
-        if self._listening:
-            _remove(self._listening)
 
-    @property
     def _is_step(self) -> bool:
-        """Whether the backward pass under way is one that all ranks make together."""
-        if self.take is None or not self.reducer.formation.registration.parameters:
+        """Whether the backward pass that ends now is one that all ranks make together."""
+        if self.take is None or not self.trained:
             return False
-        listens_to_all = self._sentinels is None or bool(self._listening)
-        return self.reducer.phases.follows_gradients or bool(self._arrivals) or not listens_to_all
+        if self.reducer.phases.follows_gradients:
+            return True
+        if not self._arrivals and self._sentinels is not None:  # It brought gradients to others than them, or to none.
+            self._arrivals += filter(accumulates, self.trained)
+        return bool(self._arrivals)
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
@@ -417,11 +410,11 @@ class BackwardHooks:
         """
         if self.current is None:
             return
-        failed = self._is_step
+        synchronized = self.take is not None
         self._forget_pass()
         reducer = self.reducer
         reducer.formation.order.forget()
-        if failed and reducer.group.size > 1 and not reducer.phases.between_steps:
+        if synchronized and reducer.group.size > 1 and not reducer.phases.between_steps:
             reducer.give_up("a backward pass failed before its end; the output of that rank has the exception")
 
     # Optimizers.

@@ -502,8 +502,9 @@ def test_every_pass_that_brings_a_gradient_is_one_step() -> State:
     for forward in (wrapped[0], lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
         descend(loop.optimizer, forward(rows).square().mean())
     loop.optimizer.zero_grad()
-    if loop.rank == 0:  # No step: the penalty has no gradient of a parameter.
-        torch.autograd.grad(wrapped(rows).sum(), rows)
+    if loop.rank == 0:  # No steps: what is asked for is added to no gradient.
+        for wanted in (rows, list(wrapped.parameters())):
+            torch.autograd.grad(wrapped(rows).sum(), wanted)
     wrapped(rows).square().mean().backward(create_graph=True)
     loop.optimizer.step()
     loop.optimizer.zero_grad(set_to_none=False)
