@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -285,6 +287,11 @@ class Bucket:
             together += nbytes
             if together > _TOGETHER_BYTES:
                 self.gathers_at[position], together = True, 0
+        self.gathers_at[-1] = True
+
+    def gathering_ends(self) -> Iterator[torch.Tensor]:
+        """The parameters at whose gradients what is waiting is gathered."""
+        return itertools.compress(self.parameters, self.gathers_at)
 
     def begin_backward(self, factor: float) -> None:
         """A backward pass starts, whose gradients are multiplied by ``factor`` when they are gathered."""
@@ -295,6 +302,28 @@ class Bucket:
             # As a tensor it multiplies in a third of the time that a Python number takes.
             dtype = self.dtype if self.dtype in (torch.float32, torch.float64) else torch.float64
             self._scale = None if factor == 1.0 else torch.tensor(factor, dtype=dtype, device="cpu")
+
+    def take_run(self, parameters: Sequence[torch.Tensor], last: int, number: int) -> bool:
+        """Take the gradients of ``parameters`` in backward pass ``number`` at once, and gather what is waiting.
+
+        Args:
+            parameters: parameters in the order in which their gradients came.
+            last: position of the last of them.
+            number: as in ``arrived_in``.
+
+        Returns:
+            True if they are those before ``last``, without a gap, and came for the first time; else nothing is done.
+        """
+        first, stop = last + 1 - len(parameters), last + 1
+        if first < 0 or not all(map(operator.is_, self.parameters[first:stop], parameters)):
+            return False
+        if number in self.arrived_in[first:stop]:
+            return False
+        self.arrived_in[first:stop] = [number] * len(parameters)
+        self.pending -= len(parameters)
+        self.waiting += range(first, stop)
+        self.gather_waiting()
+        return True
 
     def gather_waiting(self) -> None:
         """Put the gradients that are waiting into flat memory. The last ones complete it: small ones are multiplied."""
@@ -307,8 +336,7 @@ class Bucket:
             self._refuse_unusable(waiting)
             raise
         if self.fusion:
-            for parameter, view in zip(parameters, views, strict=True):
-                parameter.grad = view
+            deque(map(setattr, parameters, itertools.repeat("grad"), views), maxlen=0)  # In a fifth of a loop's steps.
         if self.pending == 0 and self._scale is not None:
             for part in self._small:
                 part.mul_(self._scale)

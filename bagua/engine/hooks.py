@@ -115,6 +115,12 @@ class BackwardHooks:
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed: bool | None = None  # As the forward pass before it was; None if none was seen.
         self._arrivals: list[torch.nn.Parameter] = []
+        #: Parameters whose gradients were noted and not yet taken, and the hook of most parameters: see ``_only_note``.
+        self._noted: list[torch.nn.Parameter] = []
+        self._note = partial(_arrived, self._reference)
+        #: ``Scheduler.ends`` when hooks were attached last; whether gradients have always come in the order of buckets.
+        self._ends: frozenset[int] | None = None
+        self._in_order = True
         #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
         self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
         self._sentinels_fail = self._told_of_unseen = False
@@ -160,6 +166,7 @@ class BackwardHooks:
         """
         reducer = self.reducer
         self.remove_hooks()
+        self._ends, self._in_order = reducer.scheduler.ends, True
         if reducer.formation.idle:
             counted = partial(_tell, self._reference, lambda engine, *_: engine.reducer.phases.advance())
             self._handles += [optimizer.register_step_post_hook(counted) for optimizer in reducer.optimizers[:1]]
@@ -180,8 +187,10 @@ class BackwardHooks:
         """To each, where its gradient is exchanged; else to sentinels, once a pass has shown which do."""
         sentinels = None if self.reducer.phases.follows_gradients else self._sentinels
         listened = self.trained if sentinels is None else sentinels
-        hook = partial(_arrived, self._reference)
-        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in listened]  # type: ignore[no-untyped-call]
+        ends, arrived = self._ends, partial(_arrived, self._reference)
+        for one in listened:
+            hook = arrived if ends is None or id(one) in ends else self._note
+            self._handles.append(one.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.formation.registration
@@ -270,7 +279,7 @@ class BackwardHooks:
             with reducer.giving_up():  # Without hooks nothing would be exchanged from here on.
                 reducer.formation.rebuild(difference)
                 self.create_hooks()
-        if reducer.before_step():
+        if reducer.before_step() or reducer.scheduler.ends is not self._ends:
             self.create_hooks()
 
     def after_forward(self, output: Any) -> None:
@@ -307,6 +316,29 @@ class BackwardHooks:
             self._show("backward pass")
         if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
             self._start_step()
+        else:
+            self._only_note(True)
+
+    def _only_note(self, only: bool) -> None:
+        """Let most hooks note their parameter, which runs no Python, or tell of it, as the others always do.
+
+        What autograd holds stays: a ``partial`` is a thing to call that can be made to call something else.
+        """
+        hook, arguments = (self._noted.append, ()) if only else (_arrived, (self._reference,))
+        self._note.__setstate__((hook, arguments, {}, None))  # type: ignore[attr-defined]
+
+    def _take_noted(self, parameter: torch.nn.Parameter) -> None:
+        """Take the gradients that were noted, and then that of ``parameter``."""
+        scheduler, noted = self.reducer.scheduler, self._noted
+        if not noted:
+            scheduler.take(parameter)
+            return
+        noted.append(parameter)
+        if not scheduler.take_run(noted):
+            self._in_order = False
+            for one in noted:
+                scheduler.take(one)
+        noted.clear()
 
     def _start_step(self) -> None:
         self._was_entered, self._entered = self._entered, False
@@ -323,6 +355,9 @@ class BackwardHooks:
             raise
         if take is not None:
             self.take = _refuse_graph if torch.is_grad_enabled() else take
+            if self._in_order and self._ends is not None and self.take == self.reducer.scheduler.take:
+                self.take = self._take_noted
+                self._only_note(True)
             return
         self.take = self._arrivals.append
 
@@ -352,6 +387,9 @@ class BackwardHooks:
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
         self._arrivals.clear()
+        if self._note.func is not _arrived:
+            self._only_note(False)
+            self._noted.clear()
 
     def _is_step(self) -> bool:
         """Whether the backward pass that ends now is one that all ranks make together."""
@@ -379,6 +417,8 @@ class BackwardHooks:
 
     def _complete_step(self) -> None:
         reducer = self.reducer
+        if self._noted:  # They came after the gradient that should have been last, or that one did not come.
+            self._take_noted(self._noted.pop())
         if not self._several and reducer.phases.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import doctest
+import gc
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -535,6 +537,47 @@ def test_gradients_are_multiplied_once_whatever_their_size_and_order(sizes, fusi
     for parameter, view, gradient in zip(bucket.parameters, views, gradients, strict=True):
         assert not fusion or parameter.grad is view
         assert torch.equal(view, gradient * torch.tensor(0.3))
+
+
+@pytest.mark.parametrize("synchronize", [True, False])
+@on_ranks(2)
+def test_small_gradients_that_complete_nothing_run_nothing_of_ours(synchronize):
+    """Torch calls us as often in a pass, however many there are."""
+
+    def calls(layers: int) -> int:
+        is_ours = lambda frame: frame.f_code.co_filename.startswith(f"{REPOSITORY}/bagua/")  # noqa: E731
+
+        def note(frame: Any, event: str, _: object) -> None:
+            ours.append(event == "call" and is_ours(frame) and not is_ours(frame.f_back))
+
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        loop = Loop(make=lambda: model, losses=lambda model, *_: model(torch.ones(2, 8)).mean(), bucket_bytes=10**6)
+        loop.train(3)
+        ours: list[bool] = []
+        with contextlib.nullcontext() if synchronize else loop.wrapped.no_sync():
+            loss = loop.loss()
+            gc.disable()  # What it collects may have been ours.
+            sys.setprofile(note)
+            loss.backward()
+            sys.setprofile(None)
+            gc.enable()
+        return sum(ours)
+
+    assert calls(20) == calls(5) > 0
+
+
+@on_ranks(2)
+def test_what_begins_with_the_first_gradient_waits_for_no_other():
+    begun = threading.Event()
+    early = Exchange(Weights(), Every(), Does(lambda *_: begun.set()), Ignore(), at="backward begins", label="early")
+    late = Exchange(Gradients(), Every(), Does(many_sums), Replace())
+    loop = Loop(OverlappingWrapper, algorithm=Algorithm.of(early, late))
+    loop.train(2)
+    begun.clear()
+    in_time = []
+    loop.model[-1].bias.register_post_accumulate_grad_hook(lambda _: in_time.append(begun.wait(10.0)))
+    loop.train()
+    assert in_time == [True]
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason=f"torch {torch.__version__} has no grad_dtype")

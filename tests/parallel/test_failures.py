@@ -111,10 +111,15 @@ def test_an_error_in_forward_or_loss_leaves_the_engine_usable():
         loop.train()
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 288, 10**6])  # With 288, a bucket is a layer.
+@pytest.mark.parametrize("steps", [0, 2])
 @on_ranks(2)
-def test_a_parameter_that_arrives_twice_in_one_backward_is_named():
+def test_a_parameter_that_arrives_twice_in_one_backward_is_named(steps, bucket_bytes):
+    loop = Loop(make=Twice, bucket_bytes=bucket_bytes)
+    loop.train(steps)
+    loop.model.times = 2
     with pytest.raises(BaguaError, match=r"shared\.(weight|bias)"):
-        Loop(make=Twice).train(2)
+        loop.train()
 
 
 def _train_through_a_mishap(mishap: str) -> tuple[str, State]:

@@ -247,9 +247,11 @@ def test_lbfgs_calls_its_closure_several_times_in_a_step(wrap) -> State:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("steps", [0, 2])
 @on_ranks(2)
-def test_backward_with_create_graph_is_refused():
+def test_backward_with_create_graph_is_refused(steps):
     loop = Loop()
+    loop.train(steps)
     with pytest.raises(ConfigurationError, match="create_graph"):
         loop.loss().backward(create_graph=True)
 

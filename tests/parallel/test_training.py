@@ -219,9 +219,9 @@ def in_bfloat16(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return loss_of(lambda inputs: model(inputs).float(), rank, step)
 
 
-def branches(self: Any, inputs: torch.Tensor, rank: int) -> torch.Tensor:
-    """Each rank runs them in another order; buckets follow that of rank 0."""
-    first, second = (self.left, self.right) if rank == 0 else (self.right, self.left)
+def branches(self: Any, inputs: torch.Tensor, place: int) -> torch.Tensor:
+    """Each rank runs them in another order in each step; buckets follow the first one of rank 0."""
+    first, second = (self.left, self.right) if place % 2 == 0 else (self.right, self.left)
     return first(inputs).tanh() * second(inputs).tanh()
 
 
@@ -248,11 +248,12 @@ OUTPUTS = {
     "autocast": Case(losses=in_bfloat16),
     "several forward passes": Case(losses=summed_passes),
     "branches that one rank uses, or none": Case(Branches, branch_loss, options={"find_unused_parameters": True}),
-    "branches in another order": made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
-        losses=lambda model, rank, step: loss_of(lambda inputs: model(inputs, rank), rank, step),
-        options={"bucket_bytes": 1},
-    ),
-}
+    **{f"branches in another order, buckets of {nbytes} bytes":
+       made(branches, left=linear(8, 4), right=linear(8, 4))._replace(
+           losses=lambda model, rank, step: loss_of(lambda inputs: model(inputs, rank + step), rank, step),
+           options={"bucket_bytes": nbytes})
+       for nbytes in (1, 10**6)},
+}  # fmt: skip
 
 OPTIMIZERS = {
     "fused adam": Case(optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True)),

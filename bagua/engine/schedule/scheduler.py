@@ -58,6 +58,8 @@ class Scheduler:
         courses: the exchanges of the phase, in each bucket.
         fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
         slots: bucket of each parameter, and its position there, by ``id`` of the parameter.
+        ends: the last parameters of what is gathered at once, by ``id``: until their gradients come, nothing is to be
+            done with those before them. None where something is to be done with each.
         launched: buckets that are ready in the backward pass that is under way.
         active: True if a synchronized backward pass is under way.
         clock: the step under way, or the last one in which something was done.
@@ -77,6 +79,7 @@ class Scheduler:
         self._remembered: Remembered | None = None
         self._flights: list[dict[str, Any]] = []
         self._launching = threading.Lock()
+        self.ends: frozenset[int] | None = None
         self._plan(())
         self.formed = False
 
@@ -154,6 +157,7 @@ class Scheduler:
         self._awaited = self.buckets if follows_gradients(exchanges) else []
         self._unfused = [bucket for bucket in self.buckets if not bucket.fusion]
         self.slots = {id(one): (bucket, at) for bucket in self.buckets for at, one in enumerate(bucket.parameters)}
+        self._find_ends()
         self.launched = 0
         self.active = False
         self.clock = Clock()
@@ -166,6 +170,13 @@ class Scheduler:
         paced = any(one.when.pace is not None for one in exchanges)
         self._may_rest = not (self._awaited or paced or self.has_safe_points)
         self.rests_until = 0
+
+    def _find_ends(self) -> None:
+        # Autograd has one thread for each device: with one device, gradients can wait without a lock.
+        one_device = len({bucket.device for bucket in self.buckets}) == 1
+        can_wait = one_device and self._gathering and "backward begins" not in self._agendas
+        ends = frozenset(id(last) for one in self.buckets if can_wait for last in one.gathering_ends()) or None
+        self.ends = self.ends if ends == self.ends else ends  # Each step asks whether it is another object.
 
     def leave(self) -> None:
         """Leave no exchange owed or under way, and give threads back. Collective."""
@@ -348,6 +359,14 @@ class Scheduler:
                 bucket.gather_waiting()
         if not pending or not self._begun:
             self.launch_ready()
+
+    def take_run(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Take the gradients of several parameters, if these are a run of a bucket, in its order; whether they are."""
+        bucket, last = self.slots[id(parameters[-1])]
+        is_run = bucket.take_run(parameters, last, self._backward)
+        if is_run and not bucket.pending:
+            self.launch_ready()
+        return is_run
 
     def launch_ready(self, *, everything: bool = False) -> None:
         """Bring complete buckets to their points, in order, up to the first incomplete one."""
