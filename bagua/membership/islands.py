@@ -171,7 +171,7 @@ class Islands:
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
         self._lost_rank: tuple[int, str] | None = None
-        cells, island = comm.Cells(part, where), Island(group)
+        cells, island = comm.Cells(store, where, f"islands/{name}/"), Island(group)
         facts = [
             *(f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"),
             *(f"ranks of an island={island.size}", f"resumes={resume is not None}"),

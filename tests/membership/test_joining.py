@@ -95,11 +95,13 @@ def test_a_store_is_not_served_where_another_one_is(capsys, where):
 @needs_obstore
 def test_what_a_run_has_left_is_deleted_and_nothing_else_when_it_has_ended_or_that_is_forced(tmp_path, capsys):
     where = f"file://{tmp_path}/run"
-    with bagua.join_islands(where) as islands:
+    with bagua.join_islands(where, timeout=5.0) as islands:
         assert main(["islands", "clean", where]) == 1
         assert f"a run is alive at {where}" in capsys.readouterr().err
         assert "process" in islands._state.record.host
         assert main(["islands", "clean", "--force", where]) == 0
+        islands._state.look()
+        assert not islands._state.trouble, "it waits for no cell that is gone"
     with bagua.join_islands(where):
         pass
     (tmp_path / "run" / "mine.txt").write_text("kept")

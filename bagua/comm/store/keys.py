@@ -365,6 +365,7 @@ class Cells:
     Args:
         store: key-value store whose calls do not block for long.
         where: name of the store in messages.
+        prefix: what the keys of the store begin with.
 
     Attributes:
         where: the same.
@@ -379,10 +380,11 @@ class Cells:
         [{'beat': 1}, None]
     """
 
-    def __init__(self, store: Store, where: str = "the store") -> None:
+    def __init__(self, store: Store, where: str = "the store", prefix: str = "") -> None:
         self._store = store
+        self._prefix = prefix
         self.where = where
-        #: What is read is never deleted, so what was there once need not be looked for again.
+        #: In a store of torch, what is read is never deleted: what was there once need not be looked for again.
         self._present: set[str] = set()
 
     def claim(self, name: str, value: Any) -> Any:
@@ -392,7 +394,7 @@ class Cells:
             StoreLostError: the store does not answer. It may be written all the same.
         """
         text = json.dumps(value)
-        return json.loads(self._talk(lambda: self._store.compare_set(name, "", text)))
+        return json.loads(self._talk(lambda: self._store.compare_set(self._prefix + name, "", text)))
 
     def post(self, name: str, value: Any) -> None:
         """Replace the value of ``name``.
@@ -401,7 +403,7 @@ class Cells:
             StoreLostError: the store does not answer.
         """
         text = json.dumps(value)
-        self._talk(lambda: self._store.set(name, text))
+        self._talk(lambda: self._store.set(self._prefix + name, text))
 
     def drop(self, name: str) -> None:
         """Delete a cell that no rank asks for any more.
@@ -409,7 +411,7 @@ class Cells:
         Raises:
             StoreLostError: the store does not answer.
         """
-        self._talk(lambda: self._store.delete_key(name))
+        self._talk(lambda: self._store.delete_key(self._prefix + name))
 
     def read(self, names: Sequence[str]) -> list[Any]:
         """The values of ``names``; None where there is none.
@@ -420,10 +422,15 @@ class Cells:
         return self._talk(lambda: self._read(names))
 
     def _read(self, names: Sequence[str]) -> list[Any]:
-        self._present |= {name for name in names if name not in self._present and self._store.check([name])}
-        found = [name for name in names if name in self._present]
-        values = dict(zip(found, read_all(self._store, found) if found else [], strict=True))
-        return [json.loads(values[name]) if name in values else None for name in names]
+        keys, store = [self._prefix + name for name in names], self._store
+        if isinstance(store, PolledStore) and not isinstance(store, BoundedStore):
+            texts = store.read(keys)  # It does not wait for a cell that is gone: somebody may have deleted the run.
+        else:
+            self._present |= {key for key in keys if key not in self._present and store.check([key])}
+            found = [key for key in keys if key in self._present]
+            values = dict(zip(found, read_all(store, found) if found else [], strict=True))
+            texts = [values.get(key) for key in keys]
+        return [None if text is None else json.loads(text) for text in texts]
 
     def _talk(self, conversation: Callable[[], T]) -> T:
         try:
