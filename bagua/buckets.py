@@ -336,7 +336,7 @@ class Bucket:
             self._refuse_unusable(waiting)
             raise
         if self.fusion:
-            deque(map(setattr, parameters, itertools.repeat("grad"), views), maxlen=0)  # In a fifth of a loop's steps.
+            deque(map(setattr, parameters, itertools.repeat("grad"), views), maxlen=0)  # A loop that runs no Python.
         if self.pending == 0 and self._scale is not None:
             for part in self._small:
                 part.mul_(self._scale)
