@@ -228,6 +228,11 @@ class ProcessGroup:
         return tuple(len(members) for members in self._on_hosts)
 
     @property
+    def has_two_levels(self) -> bool:
+        """Whether hosts matter: not when there is one, or one rank on each."""
+        return len(self.node_sizes) > 1 and max(self.node_sizes) > 1
+
+    @property
     def local_rank(self) -> int:
         """Rank among the members on this host."""
         return self._on_hosts[self.node_rank].index(self.rank)

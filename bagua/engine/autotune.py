@@ -21,7 +21,6 @@ from bagua.engine.formation import Formation
 from bagua.engine.options import Setting
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
-from bagua.primitives import has_two_levels
 
 #: Powers of two that are tried as sizes of buckets: 1 KiB to 2 GiB.
 POWERS = range(10, 32)
@@ -209,7 +208,7 @@ def settings_of(formation: Formation) -> list[Setting]:
 def _has_other_form(formation: Formation) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
     remembers = any(place.memory.state for place in formation.scheduler.places)
-    if remembers or not has_two_levels(formation.group):
+    if remembers or not formation.group.has_two_levels:
         return False
     try:
         other = formation.declaration.in_form(hierarchical=not formation.setting.hierarchical)

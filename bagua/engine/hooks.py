@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import threading
@@ -94,14 +95,12 @@ class BackwardHooks:
         accumulates: True if the next backward pass only accumulates gradients, whatever its forward was.
         current: what autograd calls at the end of the backward pass that is under way; None between passes.
         take: function that gets each gradient of it; None if it only accumulates.
-        tuner: finds better settings of the reducer.
         closed: True once ``close`` was called.
         joining: the ``join`` block that this rank is in; None outside.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
-        self.tuner = Autotuner(reducer)
         self._recorder, self._several = reducer.group.recorder, reducer.group.size > 1
         #: When the part of a step that goes on began, and its name: for the timeline.
         self._part: tuple[float, str] | None = None
@@ -135,6 +134,11 @@ class BackwardHooks:
         #: Whether a forward pass came before the step that is next, and before the one that was last.
         self._entered = self._was_entered = False
         self.joining: Joining | None = None
+
+    @functools.cached_property
+    def tuner(self) -> Autotuner:
+        """Finds better settings of the reducer."""
+        return Autotuner(self.reducer)
 
     @property
     def synchronize(self) -> bool:

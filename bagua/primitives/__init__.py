@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from bagua.late import late
 from bagua.primitives import centralized, reducers
 from bagua.primitives.centralized import *
-from bagua.primitives.centralized import has_two_levels as has_two_levels
 from bagua.primitives.centralized import through_leaders as through_leaders
 from bagua.primitives.digests import differ_by_rounding as differ_by_rounding
 from bagua.primitives.digests import digest_of_gradients as digest_of_gradients

@@ -1,4 +1,4 @@
-"""Sums over all ranks, in full and in low precision, flat and by host, and what tells hosts from their ranks."""
+"""Sums over all ranks, in full and in low precision, flat and by host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,6 @@ __all__ = ["on_leaders", "scatter_gather_sum", "sum_over"]
 
 #: What some ranks do with a tensor of theirs, on the communicator that they share.
 _Act = Callable[[torch.Tensor, Communicator], object]
-
-
-def has_two_levels(group: ProcessGroup) -> bool:
-    """Whether hosts matter: not when there is one, or one rank on each.
-
-    Example:
-        >>> from bagua.comm import solo_group
-        >>> has_two_levels(solo_group())
-        False
-    """
-    return len(group.node_sizes) > 1 and max(group.node_sizes) > 1
 
 
 def on_leaders(tensor: torch.Tensor, group: ProcessGroup, between_hosts: _Act) -> None:
@@ -91,7 +80,7 @@ def sum_over(tensor: torch.Tensor, group: ProcessGroup, act: _Act, *, hierarchic
         >>> tensor
         tensor([1., 1., 1.])
     """
-    if hierarchical and has_two_levels(group):
+    if hierarchical and group.has_two_levels:
         on_leaders(tensor, group, act)
     else:
         act(tensor, group.global_communicator)

@@ -32,7 +32,7 @@ class Rounds:
     """
 
     def __init__(self, topology: Topology, group: ProcessGroup, *, hierarchical: bool) -> None:
-        self.by_host = hierarchical and primitives.has_two_levels(group)
+        self.by_host = hierarchical and group.has_two_levels
         self._topology = topology
         self._host_sizes = group.node_sizes
         self._size = group.size

@@ -14,7 +14,7 @@ from bagua.buckets import write_finite
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
-from bagua.primitives import State, SumReducer, has_two_levels, on_leaders, through_leaders
+from bagua.primitives import State, SumReducer, on_leaders, through_leaders
 
 __all__ = ["Add", "Blend", "Buffers", "Difference", "Gradients", "Mean", "Replace", "Sum", "Weights"]
 
@@ -181,7 +181,7 @@ class Sum(How):
 
     def prepare(self, group: ProcessGroup) -> bool:
         """Whether hosts matter."""
-        return self.hierarchical and has_two_levels(group)
+        return self.hierarchical and group.has_two_levels
 
     def scale(self, group: ProcessGroup) -> float:
         """That of as many contributions as there are ranks, or ranks of this host, or hosts like this one."""
