@@ -9,32 +9,14 @@ said in one line at each function.
 
 from typing import TYPE_CHECKING
 
-from bagua.comm import (
-    Backend,
-    DistStoreError,
-    FileStore,
-    HashStore,
-    PrefixStore,
-    ProcessGroup,
-    QueueEmptyError,
-    ReduceOp,
-    Store,
-    TCPStore,
-    TorchWork,
-    default_pg_timeout,
-    get_default_backend_for_device,
-    get_node_local_rank,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_initialized,
-    is_mpi_available,
-    is_nccl_available,
-    is_torchelastic_launched,
-    is_ucc_available,
-    is_xccl_available,
-    make_premul_sum,
-)
+# isort: off
+from bagua.comm import Backend, DistStoreError, FileStore, HashStore, PrefixStore, ProcessGroup, QueueEmptyError
+from bagua.comm import ReduceOp, Store, TCPStore, TorchWork, default_pg_timeout, get_default_backend_for_device
+from bagua.comm import get_node_local_rank, is_available, is_backend_available, is_gloo_available, is_initialized
+from bagua.comm import is_mpi_available, is_nccl_available, is_torchelastic_launched, is_ucc_available
+from bagua.comm import is_xccl_available, make_premul_sum
+
+# isort: on
 from bagua.distributed import collectives, groups, point_to_point
 from bagua.distributed.collectives import *
 from bagua.distributed.groups import *

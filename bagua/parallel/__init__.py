@@ -1,19 +1,13 @@
-"""The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
+"""The ways to wrap a model: in place, in a wrapper, as torch's DDP does; and names of the engine that users need."""
 
 from typing import TYPE_CHECKING
 
-from bagua.engine import (
-    DEFAULT_BUCKET_BYTES,
-    BackwardHooks,
-    BucketType,
-    Reducer,
-    TensorDeclaration,
-    allreduce_optimizer_state,
-    allreduce_parameters,
-    broadcast_buffers_of,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+# isort: off
+from bagua.engine import DEFAULT_BUCKET_BYTES, BackwardHooks, BucketType, Reducer, TensorDeclaration
+from bagua.engine import allreduce_optimizer_state, allreduce_parameters, broadcast_buffers_of
+from bagua.engine import broadcast_optimizer_state, broadcast_parameters
+
+# isort: on
 from bagua.late import late
 from bagua.parallel import data_parallel, module, wrappers
 from bagua.parallel.data_parallel import *
