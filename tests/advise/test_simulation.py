@@ -216,9 +216,7 @@ def seconds(
         pytest.param(SELDOM, [sending(400_000)], {"machine": COLD}, 4.5 / 4 * STEP_S + 0.1, id="cold caches, seldom"),
     ],
 )
-def test_a_step_takes_what_can_be_added_up(
-    steps: Steps, runs: list[Run], more: dict[str, Any], expected: float
-) -> None:
+def test_a_step_takes_what_adds_up(steps: Steps, runs: list[Run], more: dict[str, Any], expected: float) -> None:
     assert seconds(steps, *runs, **more) == pytest.approx(expected)
 
 

@@ -23,7 +23,7 @@ from tests import harness
 from tests.algorithms import stacked
 from tests.algorithms.stacked import Replicas, model_of, plain_sgd
 from tests.algorithms.test_exchanges import BY_LAYER
-from tests.contract.algorithms import ONE_BUCKET_BYTES, AlgorithmContract, resume_and_train, train, train_and_save
+from tests.contract.algorithms import ONE_BUCKET_BYTES, AlgorithmContract, resume, train, train_and_save
 from tests.harness import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot
 from tests.parallel.wrapping import Loop, assert_trained, of_this_rank, on_ranks
 
@@ -375,7 +375,7 @@ def assert_resumes_bit_by_bit(pool: RankPool, calls: list[tuple[Algorithm]]) -> 
     whole, saved = (columns(pool.run(of_each, function, calls, size=2)) for function in (train, train_and_save))
     checkpoints = [[one for (one,) in of_ranks] for of_ranks in saved]
     again = [(*call, states, ONE_BUCKET_BYTES) for call, states in zip(calls, checkpoints, strict=True)]
-    resumed = columns(pool.run(of_each, resume_and_train, again, size=2))
+    resumed = columns(pool.run(of_each, resume, again, size=2))
     for (algorithm,), before, after in zip(calls, whole, resumed, strict=True):
         torch.testing.assert_close(before, after, rtol=0, atol=0, msg=f"{algorithm} goes on otherwise")
 

@@ -26,7 +26,7 @@ from bagua.comm.transports.c10d.handles import HostHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
 from tests.comm.memory_ranks import on_communicators, run_on_gloo, values
 from tests.contract.exercises import CallSetting, communicator, perform
-from tests.contract.results import COPYING, REDUCING, carry_everything, exercise_all, reduce_everything
+from tests.contract.results import COPYING, REDUCING, carry_everything, exercise_all, reduce_all_of_it
 from tests.harness import on_ranks, until
 from tests.versions import TORCH, needs
 
@@ -73,7 +73,7 @@ DIVIDES = needs("reduce_scatter of Gloo that divides for AVG", TORCH >= (2, 13))
 @pytest.mark.parametrize("abilities", ["nothing", "other", pytest.param("nccl", marks=DIVIDES)])
 def test_reductions_that_a_backend_lacks_are_supplied(abilities: str) -> None:
     """What we fold is added in float32."""
-    job = functools.partial(reduce_everything, numels=(0, 1, 7), rounds_once=abilities == "nothing")
+    job = functools.partial(reduce_all_of_it, numels=(0, 1, 7), rounds_once=abilities == "nothing")
     values(run_on_gloo(3, job, transport=limited_to(ABILITIES[abilities])))
 
 

@@ -204,9 +204,7 @@ def test_a_rank_that_left_before_the_first_call_ends_it(late_ranks: list[Rank]) 
         late_ranks[0].comm.allreduce(torch.ones(2), timeout=60.0)
 
 
-def test_ranks_meet_once_for_all_and_once_for_each_pair(
-    late_ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_once_for_all_and_for_each_pair(late_ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (allreduce, message):
         in_threads(2, lambda number, call=call: call(late_ranks[number].comm))
     monkeypatch.setattr(c10d, "wait_for_keys", None)  # It is not called again.

@@ -129,10 +129,6 @@ def assert_keeps_promises(promise: Promise, results: list[tuple[State, State]], 
     assert 1e-6 < distance < 0.1, f"a lossy exchange gave a relative error of {distance:.2g}"
 
 
-def exchange_nothing(self: How, flight: Flight, group: ProcessGroup) -> None:
-    """A mutation: communication is forgotten."""
-
-
 def exchange_exact_mean(self: How, flight: Flight, group: ProcessGroup) -> None:
     """A mutation: the exact mean over all ranks, where something cheaper was promised."""
     divided = flight.scale != 1.0
@@ -145,9 +141,7 @@ class AlgorithmContract:
     sizes: tuple[int, ...] = (1, 2, 3, 4)  # numbers of ranks that it is tried on
     promise: Promise | None = None  # to test, where exchanges alone do not tell it; None for the one that they tell
 
-    def test_the_declaration_and_exchanges_print_as_constructor_calls_and_survive_pickle(
-        self, algorithm: Algorithm
-    ) -> None:
+    def test_declarations_and_exchanges_print_as_calls_and_survive_pickle(self, algorithm: Algorithm) -> None:
         names: dict[str, Any] = {"torch": torch}
         for exchange in algorithm.every_exchange():
             assert pickle.loads(pickle.dumps(exchange)) == exchange
@@ -214,7 +208,7 @@ class AlgorithmContract:
         whole = pool.run(train, algorithm, size=2)
         saved = pool.run(train_and_save, algorithm, range(1, STEPS), size=2)
         for step, of_ranks in enumerate(zip(*saved, strict=True), start=1):
-            resumed = pool.run(resume_and_train, algorithm, list(of_ranks), ONE_BUCKET_BYTES, step, size=2)
+            resumed = pool.run(resume, algorithm, list(of_ranks), ONE_BUCKET_BYTES, step, size=2)
             for before, after in zip(whole, resumed, strict=True):
                 differing = [name for name, value in before.items() if not torch.equal(value, after[name])]
                 assert not differing, f"resumed after {step} steps"
@@ -232,7 +226,7 @@ class AlgorithmContract:
     def test_the_suite_notices_that_nothing_is_exchanged(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.assert_noticed(algorithm, pool, monkeypatch, exchange_nothing)
+        self.assert_noticed(algorithm, pool, monkeypatch, lambda *_: None)
 
     def test_an_exact_mean_in_place_of_the_exchange_gives_something_else(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
@@ -373,9 +367,7 @@ def train_and_save(algorithm: Algorithm, moments: Iterable[int] = (STEPS // 2,))
     return saved
 
 
-def resume_and_train(
-    algorithm: Algorithm, saved: list[dict[str, Any]], bucket_bytes: int, made: int = STEPS // 2
-) -> State:
+def resume(algorithm: Algorithm, saved: list[dict[str, Any]], bucket_bytes: int, made: int = STEPS // 2) -> State:
     """The rest of the steps, after a new start from the checkpoints of all ranks."""
     rank = bagua.comm.get_rank()
     model, optimizer = build(algorithm, seed=5, bucket_bytes=bucket_bytes)

@@ -28,7 +28,7 @@ def exercise_all(setting: CallSetting) -> None:
         perform(kind, communicator(), setting)
 
 
-def reduce_everything(
+def reduce_all_of_it(
     comm: Communicator | None = None, *, numels: Sequence[int] = (7,), rounds_once: bool = False
 ) -> None:
     comm = comm or communicator()

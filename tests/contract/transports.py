@@ -119,7 +119,7 @@ class TransportContract:
                 raise outcome.error
         return rest
 
-    test_every_reduction_of_every_dtype = _on_every_size(results.reduce_everything)
+    test_every_reduction_of_every_dtype = _on_every_size(results.reduce_all_of_it)
     test_every_dtype_is_carried = _on_every_size(results.carry_everything)
     test_every_root = _on_every_size(results.use_every_root)
     test_large_tensors = _on_every_size(results.exercise_all, CallSetting(shape=(results.LARGE,)))

@@ -153,9 +153,7 @@ WRITTEN = "step,name,value\n1,comm/calls,5\n"
 
 @pytest.mark.parametrize("cut", ["", "st", WRITTEN, WRITTEN + "2,comm/calls,12"])
 @pytest.mark.parametrize("tail_bytes", [4096, 3])
-def test_a_file_goes_on_where_it_ended_without_half_a_row_of_a_process_that_was_killed(
-    tmp_path, monkeypatch, cut, tail_bytes
-):
+def test_a_file_goes_on_where_it_ended_without_half_a_row_of_a_killed_process(tmp_path, monkeypatch, cut, tail_bytes):
     monkeypatch.setattr(sys.modules[CsvWriter.__module__], "_TAIL_BYTES", tail_bytes)
     path = tmp_path / "metrics.csv"
     path.write_text(cut)

@@ -24,8 +24,7 @@ Wrap = Callable[..., nn.Module]
 
 
 def by_bagua_init(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
-    wrapped, _ = bagua.bagua_init(model, optimizer, **{**SMALL, **options})
-    return wrapped
+    return bagua.bagua_init(model, optimizer, **{**SMALL, **options})[0]
 
 
 def by_with_bagua(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:

@@ -283,10 +283,6 @@ def _passes(module: Any, name: str, place: int, change: Callable[[Any], Any], ke
     return around(module, name, call)
 
 
-def _always_adds(name: str) -> Mutant:
-    return _passes(dist, name, 1 if name.startswith("all_reduce") else 2, lambda _: ReduceOp.SUM, "op")
-
-
 def _among_all(name: str, place: int) -> Mutant:
     return _passes(dist, name, place, lambda _: None, "group")
 
@@ -308,17 +304,9 @@ def _turns(place: Any, name: str, argument: int) -> Mutant:
     return around(place, name, call)
 
 
-def _as_group_rank(communicator: Any, rank: Any, group_rank: Any, *rest: Any) -> int:
-    return (rank if group_rank is None else group_rank) % communicator.size
-
-
 def _as_global_rank(communicator: Any, rank: Any, group_rank: Any, *rest: Any) -> int:
     wanted = rank if group_rank is None else group_rank
     return communicator.ranks.index(wanted) if wanted in communicator.ranks else wanted % communicator.size
-
-
-def _swaps_sizes(true: Any, communicator: Any, output: Any, tensor: Any, out: Any, given: Any, **options: Any) -> Any:
-    return true(communicator, output, tensor, given, out, **options)
 
 
 def _all_but_first_row(true: Any, output: Any, *arguments: Any) -> Any:
@@ -349,10 +337,6 @@ def _waits_and_returns_none(true: Any, communicator: Any, work: Any, outputs: An
         work.wait()
 
 
-def _returns_work(true: Any, communicator: Any, work: Any, outputs: Any, **options: Any) -> Any:
-    return true(communicator, work, outputs, complete=True)
-
-
 def _waits_for_nothing(true: Any, communicator: Any, work: Any, outputs: Any, **options: Any) -> Any:
     return true(communicator, None, outputs, complete=work is not None or bool(options))
 
@@ -361,10 +345,6 @@ def _forgets_lists(true: Any, work: Any, finish: Callable[[], None]) -> Any:
     if work is None:
         finish()
     return work
-
-
-def _default_for_others(group: Any) -> Any:
-    return communicator_of(None if group is NON_MEMBER else group)
 
 
 def _keeps_the_last(true: Any, object_list: list[Any], *arguments: Any, **options: Any) -> Any:
@@ -383,10 +363,19 @@ def _sends_only(true: Any, ops: Any) -> Any:
 
 
 MIRROR_MUTANTS: dict[str, Mutant] = {
-    **{f"{name} always adds": _always_adds(name) for name in REDUCING},
-    "global ranks are taken for ranks in the group": _everywhere("rank_inside", _as_group_rank),
+    **{
+        f"{name} always adds": _passes(
+            dist, name, 1 if name.startswith("all_reduce") else 2, lambda _: ReduceOp.SUM, "op"
+        )
+        for name in REDUCING
+    },
+    "global ranks are taken for ranks in the group": _everywhere(
+        "rank_inside", lambda ranks, one, inside, *_: (one if inside is None else inside) % ranks.size
+    ),
     "ranks in the group are taken for global ones": _everywhere("rank_inside", _as_global_rank),
-    "a rank that is no member calls among all": _everywhere("communicator_of", _default_for_others),
+    "a rank that is no member calls among all": _everywhere(
+        "communicator_of", lambda group: communicator_of(None if group is NON_MEMBER else group)
+    ),
     "all_reduce is among all": _among_all("all_reduce", 2),
     "all_gather is among all": _among_all("all_gather", 2),
     "all_to_all is among all": _among_all("all_to_all", 2),
@@ -398,10 +387,14 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "scatter takes its list backwards": _backwards("scatter_tensors", 2),
     "reduce_scatter takes its list backwards": _backwards("reduce_scatter_tensors", 2),
     "all_to_all takes its list backwards": _backwards("alltoall_tensors", 2),
-    "all_to_all_single swaps its sizes": around(comm, "alltoall_rows", _swaps_sizes),
+    "all_to_all_single swaps its sizes": around(
+        comm, "alltoall_rows", lambda true, ranks, out, data, to, of, **more: true(ranks, out, data, of, to, **more)
+    ),
     "all_gather_single loses its first row": around(dist, "all_gather_single", _all_but_first_row),
     "asynchronous calls return nothing": around(collectives, "as_in_torch", _waits_and_returns_none),
-    "synchronous calls return a work": around(collectives, "as_in_torch", _returns_work),
+    "synchronous calls return a work": around(
+        collectives, "as_in_torch", lambda true, ranks, work, outputs, **_: true(ranks, work, outputs, complete=True)
+    ),
     "a work of a collective does not wait": around(collectives, "as_in_torch", _waits_for_nothing),
     "a work of a message does not wait": around(point_to_point, "as_in_torch", _waits_for_nothing),
     "lists are not filled when a work is complete": around(lists, "followed", _forgets_lists),

@@ -153,10 +153,6 @@ def _misplace_after_empty(t: Any, call: Call, target: Tensor) -> None:
         target.copy_(target.roll(1))
 
 
-def _reverse_shares(t: Any, call: Call, target: Tensor) -> None:
-    target.copy_(torch.cat(target.split(list(call.recv_counts))[::-1]))
-
-
 def _by_gathering(fold: Callable[[Any, Call, list[Tensor], Tensor], None], when: Callable[[Call], bool]) -> Mutant:
     """An allreduce that gathers everything, and reduces it in a way of its own."""
 
@@ -169,10 +165,6 @@ def _by_gathering(fold: Callable[[Any, Call, list[Tensor], Tensor], None], when:
         return DONE
 
     return starts(start)
-
-
-def _from_own_rank(t: Any, call: Call, parts: list[Tensor], target: Tensor) -> None:
-    reduction.fold(parts[t.rank :] + parts[: t.rank], call.reduction, target)
 
 
 def _saturating(t: Any, call: Call, parts: list[Tensor], target: Tensor) -> None:
@@ -265,7 +257,10 @@ MUTANTS: dict[str, Mutant] = {
     "16-bit floats are added in 16 bits": patched(reduction, "wide_dtype", lambda dtype, name: dtype),
     "integers saturate": _by_gathering(_saturating, lambda call: call.dtype in (torch.int8, torch.int16)),
     "bytes have a sign": _by_gathering(_as_signed, lambda c: c.dtype is torch.uint8 and c.reduction in ("min", "max")),
-    "each rank adds from itself on": _by_gathering(_from_own_rank, lambda call: call.nbytes <= SMALL_BYTES),
+    "each rank adds from itself on": _by_gathering(
+        lambda t, call, parts, out: reduction.fold(parts[t.rank :] + parts[: t.rank], call.reduction, out),
+        lambda call: call.nbytes <= SMALL_BYTES,
+    ),
     "reduce writes everywhere": _becomes("reduce", lambda call: call._replace(kind="allreduce", root=-1)),
     "reduce to another rank in a group": _root("reduce", _next_in_group),
     "reduce to a global rank": _root("reduce", lambda t, call: t.membership.ranks[call.root] % t.size),
@@ -279,7 +274,9 @@ MUTANTS: dict[str, Mutant] = {
     "alltoall is reversed": spoils("alltoall", _reverse_rows),
     "alltoall is reversed in a group": spoils("alltoall", _reverse_rows, _in_group),
     "alltoall_v is misplaced after an empty share": spoils("alltoall_v", _misplace_after_empty),
-    "alltoall_v is reversed in a group": spoils("alltoall_v", _reverse_shares, _in_group),
+    "alltoall_v is reversed in a group": spoils(
+        "alltoall_v", lambda _, call, out: out.copy_(torch.cat(out.split(list(call.recv_counts))[::-1])), _in_group
+    ),
     "scatter is shifted": _sends("scatter", lambda t, rows: rows.roll(1, 0)),
     "scatter is shifted in a group": _sends("scatter", lambda t, rows: rows.roll(1, 0), _in_group),
     "reduce_scatter gives others' slices": _sends("reduce_scatter", lambda t, rows: rows.flip(0)),
