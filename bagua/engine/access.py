@@ -308,6 +308,7 @@ def _join_block(engine: BackwardHooks, *, by_initial_size: bool, throws: bool) -
         _forget_gradients(reducer)
 
     equality = engine.reducer.formation.equality
+    engine.wake()
     engine.reducer.compare_ranks()
     engine.joining, before, equality.at_once = joining, equality.at_once, True
     try:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from bagua.engine.autotune import Autotuner
+from bagua.engine.buckets import registration
 from bagua.engine.buckets.layout import shared
-from bagua.engine.buckets.registration import (
-    has_finite_gradients,
-    optimizers_of,
-    require_outside,
-    sentinels_of,
-    stepped_by,
-    warn_of_accumulation,
-    warn_of_unseen,
-)
 from bagua.engine.joining import Joining
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.lanes import nothing
 from bagua.engine.wrapping import SWITCH, Wrapping
 from bagua.errors import BaguaError, ConfigurationError
-from bagua.torch_private import accumulates, active_ddp, do_not_compile, when_backward_ends
+from bagua.torch_private import accumulates, active_ddp, backward_pass, do_not_compile, when_backward_ends
 
 _log = logging.getLogger("bagua")
 #: Updates in a row with several steps: an update that is skipped makes such a one now and then.
 _UPDATES_UNTIL_TOLD = 3
+_FAILED = "a backward pass failed before its end; the output of that rank has the exception"
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -95,6 +86,8 @@ class BackwardHooks:
         accumulates: True if the next backward pass only accumulates gradients, whatever its forward was.
         current: what autograd calls at the end of the backward pass that is under way; None between passes.
         take: function that gets each gradient of it; None if it only accumulates.
+        resting: True while nothing is due: sentinels alone tell of steps, and forward passes go by unseen.
+        listen: called with False when forward passes need not be told of, and with True when they have to.
         closed: True once ``close`` was called.
         joining: the ``join`` block that this rank is in; None outside.
     """
@@ -104,7 +97,8 @@ class BackwardHooks:
         self._recorder, self._several = reducer.group.recorder, reducer.group.size > 1
         #: When the part of a step that goes on began, and its name: for the timeline.
         self._part: tuple[float, str] | None = None
-        self.accumulates, self.closed = False, False
+        self.accumulates, self.closed, self.resting = False, False, False
+        self.listen: Callable[[bool], object] = operator.truth
         self.before_step: Callable[[], object] = nothing
         self._handles: list[Any] = []
         self._reference = weakref.ref(self)
@@ -123,6 +117,11 @@ class BackwardHooks:
         #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
         self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
         self._sentinels_fail = self._told_of_unseen = False
+        #: The pass of autograd that ``current`` belongs to; whether each so far was a step, and no gradient came in
+        #: another one inside it, as that of a reentrant checkpoint.
+        self._pass, self._plain = -1, True
+        #: What is noted of a pass that goes by unseen, until it ends.
+        self._open: list[int] = []
         #: Steps since an optimizer stepped last, and how many updates in a row had several.
         self._steps_of_update = self._wasteful_updates = 0
         #: Optimizers that have not stepped since the last pass that was seen, and those that an exchange waits for.
@@ -147,6 +146,9 @@ class BackwardHooks:
 
     @synchronize.setter
     def synchronize(self, value: bool) -> None:
+        if not value:  # Who accumulates does so in each update.
+            self._plain = False
+            self.wake()
         setattr(self.reducer.module, SWITCH, value)
 
     @property
@@ -179,7 +181,7 @@ class BackwardHooks:
         if reducer.group.size > 1 or not reducer.phases.follows_gradients:
             self._listen_to_parameters()
         module: Any = reducer.module
-        begins = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_will_be_loaded())
+        begins = partial(_tell, self._reference, BackwardHooks._load)
         ends = partial(_tell, self._reference, lambda engine, *_: engine.reducer.weights_were_loaded())
         loads = [module.register_load_state_dict_pre_hook(begins), module.register_load_state_dict_post_hook(ends)]
         Wrapping.to(module).add(loads)
@@ -197,8 +199,8 @@ class BackwardHooks:
             self._handles.append(one.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _replace_earlier(self) -> None:
-        registration = self.reducer.formation.registration
-        names = dict(zip(map(id, registration.parameters), registration.names, strict=True))
+        own = self.reducer.formation.registration
+        names = dict(zip(map(id, own.parameters), own.names, strict=True))
         # With the frozen ones, which an earlier engine of this module may have exchanged.
         here = set(map(id, self.reducer.module.parameters()))
         with _guard:
@@ -228,6 +230,7 @@ class BackwardHooks:
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
+        self.wake()
         _remove(self._handles)
         with _guard:
             _attached.discard(self)
@@ -245,8 +248,10 @@ class BackwardHooks:
             ConfigurationError: the module is inside torch's ``DistributedDataParallel``.
         """
         reducer = self.reducer
+        if self.resting:
+            return
         if (outer := active_ddp()) is not None:
-            require_outside(reducer.module, outer)
+            registration.require_outside(reducer.module, outer)
         if reducer.formation.idle or self._retired:
             return
         trained = reducer.formation.registration.parameters
@@ -288,11 +293,11 @@ class BackwardHooks:
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
-        if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled() or self._frozen:
+        if self.resting or self.reducer.formation.idle or self._retired or not torch.is_grad_enabled() or self._frozen:
             return
         self._armed = synchronize = self.synchronize
         entered = partial(_tell, self._reference, BackwardHooks.enter, synchronize)
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else registration.tensors_in(output):
             if not tensor.is_leaf:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
@@ -311,16 +316,22 @@ class BackwardHooks:
 
     def begin(self) -> None:
         """The first sign of a backward pass."""
+        if self.resting and self._counts_unseen():
+            return
         # Autograd holds the only strong reference, and drops it when an error ends the pass: that is noticed at once.
         self._passes += 1
         ends = partial(self._complete, self._passes)
         when_backward_ends(ends)
         self.current = weakref.ref(ends, self._died)
+        if self.resting:
+            self.take = self._arrivals.append
+            return
         if self._recorder.trace is not None:
             self._show("backward pass")
         if (self.synchronize if self._armed is None else self._armed) and not self.accumulates:
             self._start_step()
         else:
+            self._plain = False
             self._only_note(True)
 
     def _only_note(self, only: bool) -> None:
@@ -363,7 +374,12 @@ class BackwardHooks:
                 self.take = self._take_noted
                 self._only_note(True)
             return
-        self.take = self._arrivals.append
+        self.take, self._pass = self._take_sentinel, backward_pass()
+
+    def _take_sentinel(self, parameter: torch.nn.Parameter) -> None:
+        """Take the gradient of a pass that exchanges no gradients."""
+        self._arrivals.append(parameter)
+        self._plain = self._plain and backward_pass() == self._pass
 
     def _complete(self, number: int) -> None:
         """The backward pass of this number is over."""
@@ -372,6 +388,9 @@ class BackwardHooks:
         phases = self.reducer.phases
         step = phases.step
         try:
+            if self.resting:  # Before a forward pass that was seen, it would have taken in what has changed.
+                self.enter_step()
+                self.reducer.begin_step()
             if self._is_step() and (self.reducer.scheduler.formed or self._form_buckets()):
                 self._complete_step()
             if phases.step != step:
@@ -429,7 +448,7 @@ class BackwardHooks:
         # A pass has shown which parameters tell of passes: listen to those alone, unless that has failed before.
         wanted = not (reducer.phases.follows_gradients or self._sentinels_fail) and bool(reducer.optimizers)
         if self._sentinels is None and wanted:
-            self._sentinels = sentinels_of(reducer.optimizers, self.trained, self._arrivals)
+            self._sentinels = registration.sentinels_of(reducer.optimizers, self.trained, self._arrivals)
             self.create_hooks()
         reducer.mark_on_complete()
         if self.joining is not None:
@@ -439,8 +458,8 @@ class BackwardHooks:
         if reducer.scheduler.owes or reducer.formation.to_compare is not None:
             # A GradScaler skips an update whose gradients are not finite, and tells no rank. Others would wait for this
             # rank until its next forward pass, and there may be none.
-            stepping = optimizers_of(reducer.optimizers, self._arrivals)
-            self._waiting_for = {id(optimizer) for optimizer in stepping if has_finite_gradients(optimizer)}
+            stepping = registration.optimizers_of(reducer.optimizers, self._arrivals)
+            self._waiting_for = {id(one) for one in stepping if registration.has_finite_gradients(one)}
             if reducer.optimizers and not self._waiting_for:
                 reducer.after_optimizers()
 
@@ -459,7 +478,7 @@ class BackwardHooks:
         reducer = self.reducer
         reducer.formation.order.forget()
         if synchronized and reducer.group.size > 1 and not reducer.phases.between_steps:
-            reducer.give_up("a backward pass failed before its end; the output of that rank has the exception")
+            reducer.give_up(_FAILED)
 
     # Optimizers.
 
@@ -472,7 +491,7 @@ class BackwardHooks:
             self._wasteful_updates = self._wasteful_updates + 1 if steps > 1 else 0
             if self._wasteful_updates == _UPDATES_UNTIL_TOLD and self._several and self.reducer.group.rank == 0:
                 buckets = self.reducer.buckets if self.reducer.phases.follows_gradients else ()
-                warn_of_accumulation(steps, sum(bucket.nbytes for bucket in buckets))
+                registration.warn_of_accumulation(steps, sum(bucket.nbytes for bucket in buckets))
         self._stepped = True
         self._due.discard(id(optimizer))
         self._waiting_for.discard(id(optimizer))
@@ -485,74 +504,79 @@ class BackwardHooks:
             if not self._was_entered and self.joining is None:  # A method of the model has the loss.
                 self.enter_step()
                 self._entered = False
+            if self.resting or reducer.phases.step < reducer.scheduler.rests_until:
+                self._look_ahead()
 
     def _step_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, and no backward pass was seen that brought gradients to it."""
         reducer = self.reducer
-        stepped = set(self.trained).intersection(stepped_by(optimizer))
+        stepped = set(self.trained).intersection(registration.stepped_by(optimizer))
         if self.joining is not None or not self.synchronize or self.accumulates or self._retired:
             return
         if all(one.grad is None for one in stepped):
             return
         if reducer.phases.follows_gradients:
             if not self._told_of_unseen and reducer.group.rank == 0 < reducer.group.size - 1:
-                warn_of_unseen(reducer.optimizers, optimizer)
+                registration.warn_of_unseen(reducer.optimizers, optimizer)
             self._told_of_unseen = True
             return
-        self._sentinels, self._sentinels_fail = None, True
-        self.create_hooks()
+        # A forward pass that went by unseen would have shown it.
+        self._sentinels, self._sentinels_fail = None, self._sentinels_fail or not self.resting
         self._due = set(map(id, reducer.optimizers))
         self.enter_step()
         reducer.begin_step()
         reducer.mark_on_complete()
+        self.create_hooks()
+
+    # Steps in which nothing is due.
+
+    def _look_ahead(self) -> None:
+        """Rest until something is due, if the steps of this model are seen in its sentinels alone; else wake."""
+        if self.joining is not None or self._recorder.trace is not None or not self.reducer.rests:
+            self.wake()
+        elif self._plain and not (self.resting or self.reducer.formation.acts_between):
+            self.resting = True
+            self.listen(False)
+
+    def _counts_unseen(self) -> bool:
+        """Count a backward pass in which nothing is due as a step; whether there is no more to it."""
+        number, reducer = backward_pass(), self.reducer
+        if number == self._pass:  # Another sentinel has told of it.
+            return True
+        self._check_ended()
+        if self.accumulates or not (self.synchronize and reducer.rests):
+            self.wake()
+            return False
+        if not reducer.formation.registration.flags_are_kept:
+            return False
+        self._pass, self._armed = number, None
+        self._open.append(number)
+        when_backward_ends(self._open.clear)
+        reducer.phases.advance()
+        self._recorder.stepped(reducer.phases.step)
+        self._steps_of_update += 1
+        self._due = set(map(id, reducer.optimizers))
+        return True
+
+    def wake(self) -> None:
+        """Look at forward passes again: something is due, or may be. Idempotent."""
+        if self.resting:
+            self.resting = False
+            self.listen(True)
+            self._check_ended()
+
+    def _check_ended(self) -> None:
+        """As ``_died``, of the pass that went by unseen last."""
+        if self._open and self._several:
+            self.reducer.give_up(_FAILED)
+        self._open.clear()
+
+    def _load(self, *_: Any) -> None:
+        """Weights will be loaded: the forward pass after that takes them in."""
+        self.wake()
+        self.reducer.weights_will_be_loaded()
 
 
 #: Engines that listen to parameters now.
 _attached: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
 _guard = threading.Lock()
-
-
-#: So many objects of unknown classes are looked into, one inside the other. Outputs that
-#: keep a reference to their model, or to a trainer, would lead everywhere otherwise.
-_DEPTH_OF_UNKNOWN = 3
-
-_LEAVES = (str, bytes, int, float, complex, type, ModuleType, torch.nn.Module)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested sequences, mappings, dataclasses and plain objects with attributes.
-
-    Args:
-        value: value that a forward pass returned. Objects that contain themselves are visited once.
-
-    Example:
-        >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), None]})]
-        [1, 2]
-    """
-    if isinstance(value, torch.Tensor):  # by far the most common output
-        yield value
-        return
-    pending: list[tuple[Any, int]] = [(value, 0)]
-    seen = set()
-    while pending:
-        item, depth = pending.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif item is not None and id(item) not in seen:
-            seen.add(id(item))
-            parts, deeper = _parts(item)
-            if depth + deeper <= _DEPTH_OF_UNKNOWN:
-                pending.extend((part, depth + deeper) for part in reversed(parts))
-
-
-def _parts(item: Any) -> tuple[list[Any], int]:
-    """What ``item`` is made of, and 1 if that is a guess."""
-    if isinstance(item, _LEAVES) or callable(item):
-        return [], 0
-    if isinstance(item, Mapping):
-        return list(item.values()), 0
-    if isinstance(item, list | tuple | set | frozenset):
-        return list(item), 0
-    if dataclasses.is_dataclass(item):
-        return [getattr(item, field.name, None) for field in dataclasses.fields(item)], 0
-    return list(getattr(item, "__dict__", {}).values()), 1

@@ -347,6 +347,15 @@ class Reducer:
 
     # Between backward passes.
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to do in the next step."""
+        phases, scheduler, formation = self.phases, self.scheduler, self.formation
+        step, equality = phases.step, formation.equality
+        if step >= scheduler.rests_until or step >= equality.due or (phases.several and phases.is_over):
+            return False
+        return not (scheduler.fresh or equality.loads.before or formation.failure.problem)
+
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks, once optimizers have stepped, after steps for which that is due."""
         if self.formation.to_compare is not None:

@@ -31,7 +31,8 @@ class Wrapping:
         module.__dict__.update({"__deepcopy__": self._deepcopy, "__reduce_ex__": self._reduce})
 
     @property
-    def _module(self) -> torch.nn.Module:
+    def module(self) -> torch.nn.Module:
+        """The module; what is on it knows it by a weak reference, so that it can be dropped."""
         module = self._reference()
         assert module is not None, "it is asked through the module"
         return module
@@ -47,29 +48,29 @@ class Wrapping:
         present = (one for one in self._handles if one.id in (one.hooks_dict_ref() or ()))
         self._handles = [*present, *handles]
         self._names.update(names)
-        self._module.__dict__.update(names)
+        self.module.__dict__.update(names)
 
     def twin(self) -> torch.nn.Module:
         """A plain module with the same contents: not a copy, it shares everything but what is put on."""
         hooks: dict[int, set[int]] = {}
         for handle in self._handles:
             hooks.setdefault(id(handle.hooks_dict_ref()), set()).add(handle.id)
-        twin: torch.nn.Module = object.__new__(type(self._module))
-        for name, value in self._module.__dict__.items():
+        twin: torch.nn.Module = object.__new__(type(self.module))
+        for name, value in self.module.__dict__.items():
             if name not in self._names:
                 gone = hooks.get(id(value))
                 twin.__dict__[name] = value if gone is None else _without(value, gone)
         return twin
 
     def _deepcopy(self, memo: dict[int, Any]) -> torch.nn.Module:
-        if hasattr(type(self._module), "__deepcopy__"):  # It would copy the engine, too.
+        if hasattr(type(self.module), "__deepcopy__"):  # It would copy the engine, too.
             return copy.deepcopy(self.twin(), memo)
         # Python notes what it makes before it copies what that refers to, which may be this module again.
-        own = self._module.__dict__.pop("__deepcopy__", self._deepcopy)
+        own = self.module.__dict__.pop("__deepcopy__", self._deepcopy)
         try:
-            return copy.deepcopy(self._module, memo)
+            return copy.deepcopy(self.module, memo)
         finally:
-            self._module.__dict__["__deepcopy__"] = own
+            self.module.__dict__["__deepcopy__"] = own
 
     def _reduce(self, protocol: Any) -> Any:
         return self.twin().__reduce_ex__(protocol)

@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Never
 
 from bagua import engine
@@ -115,21 +116,32 @@ def _before_state_dict(module: torch.nn.Module, *_: Any) -> None:
 do_not_compile(_before_forward, _after_forward)
 
 
+def _listen(wrapping: engine.Wrapping, handles: list[RemovableHandle], on: bool) -> None:
+    """Have forward passes told of, or no longer: torch calls a module without hooks some 25 us faster."""
+    while handles:
+        handles.pop().remove()
+    if on:
+        module = wrapping.module
+        handles.append(module.register_forward_pre_hook(_before_forward, prepend=True))
+        handles.append(module.register_forward_hook(_after_forward, prepend=True))
+        wrapping.add(handles)
+
+
 def _put_on(module: torch.nn.Module, hooks: engine.BackwardHooks) -> None:
     """Give ``module`` its engine; the first time, hooks and names as well."""
     wrapping = engine.Wrapping.to(module)
     known = isinstance(module, BaguaModule)
+    before: engine.BackwardHooks | None = module.__dict__.get(_ENGINE)
     wrapping.add(names={_ENGINE: hooks})
-    if known:
+    if known and before is not None:
+        hooks.listen = before.listen
         return
     for name in vars(engine.EngineAccess):  # Wrapped modules answer to those that cannot be the user's.
         if name.startswith("bagua_") and name not in vars(torch.nn.Module):
             setattr(torch.nn.Module, name, _OfWrapped(name))
-    handles = [
-        module.register_forward_pre_hook(_before_forward, prepend=True),
-        module.register_forward_hook(_after_forward),
-        module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
-    ]
+    hooks.listen = partial(_listen, wrapping, [])
+    hooks.listen(True)
+    handles = [module.register_state_dict_pre_hook(_before_state_dict)]  # type: ignore[no-untyped-call]
     if not hasattr(module, engine.SWITCH):
         setattr(module, engine.SWITCH, True)
     of_ddp = [name for name in ("no_sync", "join") if not hasattr(module, name)]

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
 import bagua.torch_api
@@ -26,9 +27,8 @@ from bagua import errors
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Model, Replace, Then, Weights
 from bagua.buckets import Bucket, form_buckets, padded_numel
 from bagua.comm import ProcessGroup, RankKilled, solo_group
-from bagua.engine.buckets.registration import Registration
+from bagua.engine.buckets.registration import Registration, tensors_in
 from bagua.engine.formation import Formation
-from bagua.engine.hooks import tensors_in
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule import lanes, scheduler
 from bagua.engine.schedule.courses import Clock, Course, memory_for
@@ -39,8 +39,8 @@ from bagua.parallel import OverlappingWrapper, allreduce_optimizer_state, broadc
 from bagua.primitives import State
 from bagua.testing import ThreadRanks
 from tests.architecture.rules import REPOSITORY
-from tests.harness import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot
-from tests.parallel.wrapping import Branches, Loop, branch_loss, on_ranks
+from tests.harness import assert_same_on_all_ranks, loss_of, mlp, seeded, sgd, snapshot
+from tests.parallel.wrapping import Branches, Loop, Made, branch_loss, on_ranks
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=40), st.integers(1, 120))
@@ -135,31 +135,36 @@ def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, m
     assert set(started) == {(0, 3), (1, 3)}
 
 
+REENTRANT = partial(Made, lambda model, x: checkpoint(model.inner, x.requires_grad_(), use_reentrant=True), inner=mlp)
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "begun"),
+    ("algorithm", "make", "begun", "unseen"),
     [
-        (Algorithm.init("local_sgd", sync_every=4), [0, 3, 4, 7]),
+        (Algorithm.init("local_sgd", sync_every=4), mlp, [0, 3, 4, 7], [1, 2, 5, 6]),
+        (Algorithm.init("local_sgd", sync_every=4), REENTRANT, [0, 3, 4, 7], []),
         # Starts in step 3, and is back in step 5.
-        (Algorithm.init("diloco", sync_every=6, overlap=2), [0, 3, 4, 5, 6]),
-        ("gradient_allreduce", [*range(8)]),
+        (Algorithm.init("diloco", sync_every=6, overlap=2), mlp, [0, 3, 4, 5, 6], [1, 2, 7]),
+        ("gradient_allreduce", mlp, [*range(8)], []),
     ],
 )
-def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatch, algorithm, begun):
-    seen, begin = [], Scheduler.begin
+def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatch, algorithm, make, begun, unseen):
+    begin = create_autospec(Scheduler.begin, side_effect=Scheduler.begin)
+    monkeypatch.setattr(Scheduler, "begin", begin)
 
-    def note(self: Scheduler, clock: Clock) -> None:
-        seen.append((bagua.comm.get_rank(), clock.step))
-        begin(self, clock)
+    def train() -> tuple[int, Any, list[int]]:
+        model, rank, without = make(), bagua.comm.get_rank(), []
+        halves = [sgd([*model.parameters()][half]) for half in (slice(2), slice(2, None))]
+        reducer = with_bagua(model, halves, algorithm)._bagua_engine.reducer
+        for step in range(8):
+            without += [] if model._forward_hooks else [step]
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            [half.step() for half in halves]
+        return reducer.step, reducer.group.recorder.steps, without
 
-    monkeypatch.setattr(Scheduler, "begin", note)
-
-    def train() -> int:
-        loop = Loop("with_bagua", algorithm=algorithm)
-        loop.train(8)
-        return loop.reducer.step
-
-    assert thread_ranks(2, train) == [8, 8]
-    assert sorted(set(seen)) == [(rank, step) for rank in range(2) for step in begun]
+    assert thread_ranks(2, train) == [(8, (8, 8), unseen)] * 2
+    assert sorted(call.args[1].step for call in begin.call_args_list) == sorted(2 * begun)
 
 
 @on_ranks(2)

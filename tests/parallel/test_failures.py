@@ -223,7 +223,7 @@ def test_the_engine_stops_on_all_ranks(wrap, step, place, error):
 
 TOGETHER = {name: registry.get(name)() for name in registry if not issubclass(registry.get(name), LocalUpdates)}
 OWN_PACE = TOGETHER.pop("async")
-TOGETHER["the warm-up of async"] = Algorithm.init("async", warmup_steps=10)
+TOGETHER |= {"warm-up of async": registry.get("async")(warmup_steps=10), "between": registry.get("local_sgd")(5)}
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -8,6 +8,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
+from bagua.algorithms import registry
+from bagua.engine import SWITCH, Reducer
 from tests import harness
 from tests.harness import State, adam, assert_same_on_all_ranks, batch, loss_of, mean_gradients, mlp, sgd, snapshot
 from tests.parallel.wrapping import WRAPS, Branches, Loop, Made, branch_loss, frozen, of_this_rank, on_ranks
@@ -451,13 +454,16 @@ class Rank(Training):
             (first + second).backward()
         else:
             for _ in range(losses - 1):
-                self.without_sync(self.backward) if way == "accumulate" else self.backward()
+                if way == "accumulate" and self.step % 2:
+                    self.without_sync(self.backward)
+                else:
+                    (self.without_sync(self.loss) if way == "accumulate" else self.loss()).backward()
             self.backward()
 
     def without_sync(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns in a ``no_sync`` block, in which nothing is sent."""
         before = bagua.comm.stats().get("allreduce")
-        with self.wrapped.no_sync():
+        with mock.patch.object(self.model, SWITCH, False, create=True) if self.step % 2 else self.wrapped.no_sync():
             result = function()
         assert bagua.comm.stats().get("allreduce") == before
         return result
@@ -542,6 +548,24 @@ def test_random_programs(thread_pool, wrap):
     @given(program=PROGRAMS.map(lambda program: [*program, ("train", 0)]), size=st.integers(2, 3))
     def check(program: list[Action], size: int) -> None:
         _check(thread_pool.run(_run, wrap, program, size=size, timeout_s=10.0), program)
+
+    check()
+
+
+@pytest.mark.parametrize("algorithm", [registry.get("local_sgd")(5, start_after=3), registry.get("diloco")(9)])
+def test_programs_train_alike_whether_forward_passes_go_by_unseen_or_not(thread_pool, monkeypatch, algorithm):
+    # A mean of weights must not care when a layer is unfrozen, or which of two forward passes was seen.
+    actions = st.sampled_from([one for one in ACTIONS if one not in ("assign", "freeze", "together")])
+    wrap, ways = partial(WRAPS["with_bagua"], algorithm=algorithm), (Reducer.rests, property(lambda _: False))
+
+    @given(program=st.lists(st.tuples(actions, st.integers(0, 5)), min_size=3, max_size=6))
+    def check(program: list[Action]) -> None:
+        program, runs = [one for action in program for one in (action, *(("train", 0),) * 3)], []
+        for rests in ways:
+            monkeypatch.setattr(Reducer, "rests", rests)
+            runs.append(thread_pool.run(lambda: Rank(wrap).run(program), size=2, timeout_s=10.0))
+        for states in zip(*runs, strict=True):
+            assert_same_on_all_ranks(states)
 
     check()
 
