@@ -18,14 +18,9 @@ from torch._C._dynamo import eval_frame
 #: it in this way, there is no hook for the end of a pass. Each step asks: without Python.
 when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-
-def backward_pass() -> int:
-    """Number of the backward pass that the calling thread is in, negative outside of one.
-
-    ``when_backward_ends`` outside of a pass is an error, and threads may run several passes at a time.
-    """
-    number: int = torch._C._current_graph_task_id()
-    return number
+#: Number of the backward pass that the calling thread is in; negative outside of one, where ``when_backward_ends`` is
+#: an error. Threads may run several passes at a time.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
