@@ -432,8 +432,8 @@ def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks,
 
 
 PERIOD = 3
-#: Batches of each rank in the three periods of a run, the first of which comes before the ``join`` block.
-IN_PERIOD = ((3, 3, 3), (2, 3, 3), (0, 3, 1))
+#: Batches of each rank in the three periods of a run. The ``join`` block begins after one step of the second.
+IN_PERIOD = ((3, 3, 3), (1, 3, 3), (0, 3, 1))
 
 
 def expected_alone(outer):
@@ -454,8 +454,8 @@ def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
 
     def rank_trains():
         loop = Loop(with_bagua, algorithm=Algorithm.init(name, sync_every=PERIOD, **options))
-        loop.train(PERIOD)
-        return joined(loop, [sum(batches) for batches in zip(*IN_PERIOD[1:], strict=True)])
+        loop.train(PERIOD + 1)  # Nothing is due in the next step.
+        return joined(loop, [sum(batches) - 1 for batches in zip(*IN_PERIOD[1:], strict=True)])
 
     expected = expected_alone(functools.partial(torch.optim.SGD, **inside))
     torch.testing.assert_close(thread_ranks(RANKS, rank_trains), [expected] * RANKS)
