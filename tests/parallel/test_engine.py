@@ -155,6 +155,7 @@ def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatc
     def train() -> tuple[int, Any, list[int]]:
         model, rank, without = make(), bagua.comm.get_rank(), []
         halves = [sgd([*model.parameters()][half]) for half in (slice(2), slice(2, None))]
+        with_bagua(model, halves, "decentralized")
         reducer = with_bagua(model, halves, algorithm)._bagua_engine.reducer
         for step in range(8):
             without += [] if model._forward_hooks else [step]
