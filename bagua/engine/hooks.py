@@ -120,8 +120,8 @@ class BackwardHooks:
         #: The pass of autograd that ``current`` belongs to; whether each so far was a step, and no gradient came in
         #: another one inside it, as that of a reentrant checkpoint.
         self._pass, self._plain = -1, True
-        #: What is noted of a pass that goes by unseen, until it ends.
-        self._open: list[int] = []
+        #: Refers to what autograd calls at the end of the pass that goes by unseen, and holds until then.
+        self._open: list[weakref.ref[Callable[[], object]]] = []
         #: Steps since an optimizer stepped last, and how many updates in a row had several.
         self._steps_of_update = self._wasteful_updates = 0
         #: Optimizers that have not stepped since the last pass that was seen, and those that an exchange waits for.
@@ -409,6 +409,7 @@ class BackwardHooks:
 
     def _forget_pass(self) -> None:
         self.current = self.take = self._armed = None
+        self._open.clear()
         self._arrivals.clear()
         if self._note.func is not _arrived:
             self._only_note(False)
@@ -471,9 +472,9 @@ class BackwardHooks:
 
         The other ranks make this step, and wait. Did this rank go on, its next steps would meet their earlier ones.
         """
-        if self.current is None:
+        if self.current is None and not self._open:
             return
-        synchronized = self.take is not None
+        synchronized = self.take is not None or bool(self._open)
         self._forget_pass()
         reducer = self.reducer
         reducer.formation.order.forget()
@@ -541,17 +542,17 @@ class BackwardHooks:
     def _counts_unseen(self) -> bool:
         """Count a backward pass in which nothing is due as a step; whether there is no more to it."""
         number, reducer = backward_pass(), self.reducer
-        if number == self._pass:  # Another sentinel has told of it.
+        if number == self._pass or self._open:  # Another sentinel has told of it, or of the one that this is part of.
             return True
-        self._check_ended()
         if self.accumulates or not (self.synchronize and reducer.rests):
             self.wake()
             return False
         if not reducer.formation.registration.flags_are_kept:
             return False
         self._pass, self._armed = number, None
-        self._open.append(number)
-        when_backward_ends(self._open.clear)
+        ends = partial(self._open.clear)
+        self._open.append(weakref.ref(ends, self._died))
+        when_backward_ends(ends)
         reducer.phases.advance()
         self._recorder.stepped(reducer.phases.step)
         self._steps_of_update += 1
@@ -563,13 +564,6 @@ class BackwardHooks:
         if self.resting:
             self.resting = False
             self.listen(True)
-            self._check_ended()
-
-    def _check_ended(self) -> None:
-        """As ``_died``, of the pass that went by unseen last."""
-        if self._open and self._several:
-            self.reducer.give_up(_FAILED)
-        self._open.clear()
 
     def _load(self, *_: Any) -> None:
         """Weights will be loaded: the forward pass after that takes them in."""

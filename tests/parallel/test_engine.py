@@ -160,6 +160,9 @@ def test_steps_in_which_nothing_is_due_are_only_counted(thread_ranks, monkeypatc
         for step in range(8):
             without += [] if model._forward_hooks else [step]
             model.zero_grad()
+            if step in unseen[1:2]:  # A hook starts a pass inside this one, which is a part of it.
+                inside = map(torch.Tensor.backward, [loss_of(model, rank, step)])
+                next(model.parameters()).register_hook(lambda _, inside=inside: next(inside, None))
             loss_of(model, rank, step).backward()
             [half.step() for half in halves]
         return reducer.step, reducer.group.recorder.steps, without
