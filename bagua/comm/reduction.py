@@ -53,12 +53,12 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
         >>> fold(parts, "avg", torch.empty(2))
         tensor([2.0000, 3.5000])
     """
-    if len(parts) == 1:
-        return out if out is parts[0] else out.copy_(parts[0])
-    dtype = out.dtype
-    if len(parts) == 2 and dtype not in _NARROW:  # In one pass, and most calls are small.
+    dtype, size = out.dtype, len(parts)
+    if size == 2 and dtype not in _NARROW:  # In one pass, and most calls are small.
         _FOLDS[name](parts[0], parts[1], out=out)
         return divide(out, 2) if name == "avg" else out
+    if size == 1:
+        return out if out is parts[0] else out.copy_(parts[0])
     wide = wide_dtype(dtype, name)
     if out.numel() > _CHUNK and out.dim() == 1:
         # Several passes over the same elements: while these are still in the cache.

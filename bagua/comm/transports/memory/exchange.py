@@ -160,7 +160,7 @@ class MemoryExchange:
                 width = max(max(notice.call.send_counts) for notice in self._notices)
             self._move(getattr(self, f"_{call.kind}"), piece, width)
         if lent:
-            peers.barrier(call, self._deadline, self._spin_s)
+            peers.pass_barrier(call, peers.arrive(call), self._deadline, self._spin_s)
             peers.withdraw(self._slot)
         peers.conclude(self._slot)
         if self._unseen and self._target is not None and not self._target.is_inference():
@@ -171,11 +171,12 @@ class MemoryExchange:
         if width <= piece:
             move(0, width)
             return
+        peers, call = self._peers, self._call
         for start in range(0, width, piece):
             stop = min(start + piece, width)
             if start:
-                self._peers.stage(self._slot, start, stop)
-                self._peers.barrier(self._call, self._deadline, self._spin_s)
+                peers.stage(self._slot, start, stop)
+                peers.pass_barrier(call, peers.arrive(call), self._deadline, self._spin_s)
             move(start, stop)
 
     # An allreduce, whose source is its target.
@@ -194,7 +195,7 @@ class MemoryExchange:
             stop = start + out.numel()
             if start:
                 peers.stage(slot, start, stop)
-                peers.barrier(call, self._deadline, self._spin_s)
+                peers.pass_barrier(call, peers.arrive(call), self._deadline, self._spin_s)
             parts = [out] * peers.size
             for rank, line in enumerate(peers.lines):
                 if rank != peers.rank:

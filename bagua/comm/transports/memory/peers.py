@@ -173,12 +173,6 @@ class Peers(ABC):
         if self.fault is not None:
             self.fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(
-        self, call: Call, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None
-    ) -> tuple[int, ...]:
-        """Arrive, and return when every rank has; the ranks that came last, or none if this one did."""
-        return self.pass_barrier(call, self.arrive(call), deadline, spin_s, suspect)
-
     def arrive(self, call: Call) -> int:
         """Say that this rank has come to the next barrier, and return the number of that.
 

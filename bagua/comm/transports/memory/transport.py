@@ -469,7 +469,7 @@ class MemoryTransport(LanesTransport):
         else:
             spin_s, suspect = peers.spin_s, None
         come = time.perf_counter()
-        last = peers.barrier(call, deadline, spin_s, suspect)
+        last = peers.pass_barrier(call, peers.arrive(call), deadline, spin_s, suspect)
         if last:
             noted = (call.sequence, time.perf_counter() - come, last)
             self.arrivals[call.sequence % ARRIVALS_LENGTH] = noted

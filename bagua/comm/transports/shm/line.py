@@ -46,30 +46,28 @@ _AGREEMENT, _PLACE, _SEGMENT, _SEQUENCE = 5, 9, 11, 16
 _KEPT_VIEWS = 64
 
 
-class Views:
-    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
+class Views(dict[tuple[torch.dtype, int, int], torch.Tensor]):
+    """Typed parts of one memory, by dtype, first byte, which is a multiple of its size, and number of elements.
+
+    The latest ones are kept, since a training step repeats them.
 
     Attributes:
         address: address of the first byte.
     """
 
-    __slots__ = ("_bytes", "_kept", "address")
+    __slots__ = ("_bytes", "address")
 
     def __init__(self, memory: SharedMemory) -> None:
+        super().__init__()
         self.address = memory.address
         self._bytes = memory.bytes()
-        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
 
-    def get(self, key: tuple[torch.dtype, int, int]) -> torch.Tensor:
-        """Elements of a dtype, from a byte on, which is a multiple of their size; and how many."""
-        view = self._kept.get(key)
-        if view is None:
-            dtype, offset, numel = key
-            if len(self._kept) >= _KEPT_VIEWS:
-                self._kept.clear()
-            with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
-                view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-            self._kept[key] = view
+    def __missing__(self, key: tuple[torch.dtype, int, int]) -> torch.Tensor:
+        dtype, offset, numel = key
+        if len(self) >= _KEPT_VIEWS:
+            self.clear()
+        with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
+            view = self[key] = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
         return view
 
 
@@ -211,12 +209,12 @@ class ControlLine(Line):
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
         place = self.places[slot]
         if place.where == Where.INLINE:
-            return self.inline.get((place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start))
+            return self.inline[place.dtype, self.inline_starts[slot] + start * place.dtype.itemsize, stop - start]
         if start == stop:
             return torch.empty(0, dtype=place.dtype, device="cpu")
         shown = self._shown[slot]
         assert shown is not None
-        return shown.get((place.dtype, self._offset(slot, place, start), stop - start))
+        return shown[place.dtype, self._offset(slot, place, start), stop - start]
 
     def address(self, slot: int, start: int, stop: int) -> int:
         place = self.places[slot]
@@ -309,6 +307,8 @@ class OwnLine(ControlLine):
         self.areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
         self._agreements = [call.agreement() for call in self.calls]
+        #: Each call that was published last, without its number.
+        self._fields = [call[:-1] for call in self.calls]
         #: The beginning of each record, for peers' lines to compare with.
         self.agreements: list[tuple[int, ...]] = [()] * slots
 
@@ -331,7 +331,7 @@ class OwnLine(ControlLine):
         start = self.inline.address + self.inline_starts[slot]
         memmove(start, source.data_ptr(), source.nbytes)
         place = self._inline_places.get(source.dtype)
-        if place is self.places[slot] and call[:-1] == self.calls[slot][:-1]:  # Nothing else has changed.
+        if place is self.places[slot] and call[:-1] == self._fields[slot]:  # Nothing else has changed.
             self._numbers[slot][_SEQUENCE] = call[-1]
             self.calls[slot] = call
             return
@@ -351,11 +351,11 @@ class OwnLine(ControlLine):
             lent: the data, if it is the caller's.
             area: memory into which the data was copied, if not into the control memory.
         """
-        before, known = self.calls[slot], self.places[slot]
-        if (place is known or place == known) and call[:-1] == before[:-1]:
+        fields, known = call[:-1], self.places[slot]
+        if (place is known or place == known) and fields == self._fields[slot]:
             self._numbers[slot][_SEQUENCE] = call[-1]
         else:
-            self._agreements[slot] = call.agreement()
+            self._agreements[slot], self._fields[slot] = call.agreement(), fields
             self._write_all(slot, call, place)
         self.calls[slot], self.places[slot] = call, place
         self._lent[slot], self.areas[slot] = lent, area

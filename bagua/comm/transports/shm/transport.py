@@ -262,7 +262,7 @@ class ShmPeers(Peers):
             line = self._control_lines[other]
             if line.comparable[slot] != expected:
                 return None
-            parts[other] = line.inline.get(key)
+            parts[other] = line.inline[key]
         return parts
 
     def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
