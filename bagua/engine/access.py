@@ -182,7 +182,9 @@ class EngineAccess:
         Raises:
             CollectiveMismatchError: another island exchanges something else now.
         """
-        self._bagua_engine.reducer.finish()
+        engine = self._bagua_engine
+        engine.wake()
+        engine.reducer.finish()
 
     @contextmanager
     def bagua_global_average(self) -> Iterator[None]:
@@ -274,7 +276,9 @@ class EngineAccess:
 
     def bagua_load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank."""
-        self._bagua_engine.reducer.load_state_dict(state_dict)
+        engine = self._bagua_engine
+        engine.wake()
+        engine.reducer.load_state_dict(state_dict)
 
 
 @contextmanager

@@ -521,8 +521,9 @@ class BackwardHooks:
                 registration.warn_of_unseen(reducer.optimizers, optimizer)
             self._told_of_unseen = True
             return
-        # A forward pass that went by unseen would have shown it.
+        # A forward pass that went by unseen would have shown it: this program needs to have all of them looked at.
         self._sentinels, self._sentinels_fail = None, self._sentinels_fail or not self.resting
+        self._plain = False
         self._due = set(map(id, reducer.optimizers))
         self.enter_step()
         reducer.begin_step()
@@ -562,7 +563,7 @@ class BackwardHooks:
     def wake(self) -> None:
         """Look at forward passes again: something is due, or may be. Idempotent."""
         if self.resting:
-            self.resting = False
+            self.resting = self._entered = False  # The forward pass that was seen last is long over.
             self.listen(True)
 
     def _load(self, *_: Any) -> None:
