@@ -65,7 +65,7 @@ ALONE = {f"{name} between exchanges": name for name in ("local_sgd", "slowmo", "
 ALONE_LIMIT = 1.01
 #: Steps of one sample of them: single ones differ by more than the limit.
 ALONE_CALLS = 10
-#: For glibc: nothing that is freed goes back to the system. Two bare modules in one process differ by more otherwise.
+#: For glibc: nothing that is freed goes back to the system. Else two bare modules in one process may differ by 25 %.
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
 #: Copies of the weights that an outer step may take as long as, beside its exchange.
 OUTER_LIMIT = 4.0

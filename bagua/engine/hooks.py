@@ -26,7 +26,6 @@ from bagua.torch_private import accumulates, active_ddp, backward_pass, do_not_c
 _log = logging.getLogger("bagua")
 #: Updates in a row with several steps: an update that is skipped makes such a one now and then.
 _UPDATES_UNTIL_TOLD = 3
-_FAILED = "a backward pass failed before its end; the output of that rank has the exception"
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -117,8 +116,8 @@ class BackwardHooks:
         #: Where no gradients are exchanged, parameters whose gradients tell of a pass; None for all of them.
         self._sentinels: tuple[torch.nn.Parameter, ...] | None = None
         self._sentinels_fail = self._told_of_unseen = False
-        #: The pass of autograd that ``current`` belongs to; whether each so far was a step, and no gradient came in
-        #: another one inside it, as that of a reentrant checkpoint.
+        #: The pass of autograd that was seen last; whether each so far was a step that sentinels told of, and none had
+        #: gradients in another pass inside it, as that of a reentrant checkpoint.
         self._pass, self._plain = -1, True
         #: Refers to what autograd calls at the end of the pass that goes by unseen, and holds until then.
         self._open: list[weakref.ref[Callable[[], object]]] = []
@@ -479,7 +478,7 @@ class BackwardHooks:
         reducer = self.reducer
         reducer.formation.order.forget()
         if synchronized and reducer.group.size > 1 and not reducer.phases.between_steps:
-            reducer.give_up(_FAILED)
+            reducer.give_up("a backward pass failed before its end; the output of that rank has the exception")
 
     # Optimizers.
 

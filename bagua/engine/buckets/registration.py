@@ -165,7 +165,7 @@ class Registration:
     def difference(self) -> str | None:
         """The first thing that has changed since registration, or None. Costs about 0.2 us per parameter."""
         if (
-            list(map(_requires_grad, self._all)) == self._flags
+            self.flags_are_kept
             and list(map(torch.Tensor.data_ptr, self.parameters)) == self._pointers
             and list(map(torch.Tensor.numel, self.parameters)) == self._numels
             and list(map(len, self._tables)) == self._sizes

@@ -47,9 +47,9 @@ _KEPT_VIEWS = 64
 
 
 class Views(dict[tuple[torch.dtype, int, int], torch.Tensor]):
-    """Typed parts of one memory, by dtype, first byte, which is a multiple of its size, and number of elements.
+    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
 
-    The latest ones are kept, since a training step repeats them.
+    A key is a dtype, the first byte, which is a multiple of the dtype's size, and the number of elements.
 
     Attributes:
         address: address of the first byte.
